@@ -89,30 +89,17 @@ class JobRecord:
     """Run directory of the job, if this machine sees it."""
 
     @functools.cached_property
-    def spec(self) -> JobSpec | None:
-        """The spec; None if the record is damaged, or of another version."""
-        try:
-            return JobSpec.recorded(self.name, self.plain)
-        except UserError:
-            return None
+    def spec(self) -> JobSpec:
+        """The spec. Raises `UserError` if the record is damaged, or of another version."""
+        return JobSpec.recorded(self.name, self.plain)
 
     @property
     def world_size(self) -> int:
-        """Number of ranks. Raises `UserError` if the record does not give the number."""
-        if self.nodes is not None:
-            return self.nodes * (self.spec.ranks if self.spec is not None else 1)
-        spec = JobSpec.recorded(self.name, self.plain)
-        return spec.nodes * spec.ranks
-
-    def same(self, spec: JobSpec, backend: str) -> bool:
-        """Returns whether this is the same job. Compares settings if they can be read: defaults may have changed, and the hash covers
-        only what was set."""
-        return self.hash == spec.hash() if self.spec is None else self.spec.same_job(spec, backend)
+        """Number of ranks. Raises as `spec`."""
+        return (self.nodes or self.spec.nodes) * self.spec.ranks
 
     def differences(self, spec: JobSpec) -> Lines:
         """Returns `setting: submitted → spec` for each difference."""
-        if self.spec is None:
-            return differences(self.plain, spec.record())
         return differences(self.spec.comparable(), spec.comparable())
 
 
@@ -314,14 +301,13 @@ class Backend(abc.ABC):
         known = self.find(spec.name, submitting=True)
         if known is None:
             return None, None
-        if known.hash is None:
-            raise UserError(f"{spec.name} exists, and lockstep did not make it: choose another name")
+        _check_ours(known)
         status = self.observe(known)
         if mode == "replace" and status.final:
             return known, None
         started_over = spec.fresh is not None and not status.final and known.plain.get("fresh") != spec.fresh
-        if not known.same(spec, self.name) or started_over:
-            changed = "; ".join(known.differences(spec)[:8]) or "an earlier version of the same settings"
+        if not known.spec.same_job(spec, self.name) or started_over:
+            changed = "; ".join(known.differences(spec)[:8])
             raise UserError(
                 f"{spec.name} exists with another spec ({changed}): choose another name, "
                 "or cancel it and submit with --replace"
@@ -337,7 +323,7 @@ class Backend(abc.ABC):
     def dry_run(self, spec: JobSpec, mode: Mode = "attach") -> Checks:
         """Returns checks that say whether the job would start, when, and why not. Sends nothing. Raises `Unreachable`."""
         try:
-            job = self.prepared(snapshots.checked(spec)[0])
+            job = self.prepared(snapshots.resolve(spec)[0])
             refuse({job.spec.name: job.findings}, self.name)
             self.check_secrets(job.spec)
             known, status = self._existing(job.spec, mode)
@@ -351,11 +337,12 @@ class Backend(abc.ABC):
             return [Check("job", "missing", str(error))]
 
     def require(self, name: str) -> JobRecord:
-        """Returns the job of that name. Raises `UserError` if there is none."""
+        """Returns the job of that name. Raises `UserError` if there is none, or Lockstep did not make it."""
         records.check_name(name)
         known = self.find(name)
         if known is None:
             raise UserError(f"there is no {self.name} job {name}{self.scope}: see `lockstep list {self.name}`")
+        _check_ours(known)
         return known
 
     def status(self, name: str) -> Status:
@@ -378,11 +365,11 @@ class Backend(abc.ABC):
             UserError: there is no such job or rank, the job is not ours, or the rank has not started or has ended.
             Unreachable: the connection was lost.
         """
-        known = self._ours(name)
+        known = self.require(name)
         _check_rank(known, rank)
-        absent = self.observe(known).absent(rank)
-        if absent:
-            raise UserError(f"{name} {absent}")
+        status = self.observe(known)
+        if status.state not in ("running", "restarting"):
+            raise UserError(f"{name} does not run: {status.state}{f' ({status.reason})' if status.reason else ''}")
         return self.exec(known, rank, command, streams or Streams())
 
     def wait(self, name: str, timeout: float, seen: StatusCallback | None = None) -> Status:
@@ -442,15 +429,9 @@ class Backend(abc.ABC):
 
     def cancel(self, name: str) -> Status:
         """Ends a job, with its grace period to save. A finished job stays unchanged."""
-        known = self._ours(name)
+        known = self.require(name)
         status = self.observe(known)
         return status if status.final else self.stop(known)
-
-    def _ours(self, name: str) -> JobRecord:
-        known = self.require(name)
-        if known.hash is None:
-            raise UserError(f"lockstep did not make {name}, and leaves it alone")
-        return known
 
     def drift(self, spec: JobSpec) -> Lines:
         """Returns `setting: submitted → now` for the job of that name."""
@@ -512,8 +493,8 @@ class Cluster(Backend):
     @classmethod
     def lint(cls, spec: JobSpec) -> Findings:
         """Returns the findings for a job, before its submission."""
-        spec, code = snapshots.resolve(spec)
-        return cls.rules.apply(spec, cls.manifests(spec), code.paths if code is not None else None)
+        spec, _ = snapshots.resolve(spec)
+        return cls.rules.apply(spec, cls.manifests(spec))
 
     def prepared(self, spec: JobSpec, runs: Sequence[JobSpec] = ()) -> Submission:
         manifests = self.manifests(spec)
@@ -527,6 +508,11 @@ def backend_of(name: str) -> type[Backend]:
         raise UserError(f"unknown backend {name!r}{settings.nearest(name, BACKENDS)}")
     kind: type[Backend] = importlib.import_module(f"{BACKENDS[name]}.backend").BACKEND
     return kind
+
+
+def _check_ours(known: JobRecord) -> None:
+    if known.hash is None:
+        raise UserError(f"{known.name} exists, and lockstep did not make it: choose another name")
 
 
 def _check_rank(known: JobRecord, rank: int | None) -> None:

@@ -5,14 +5,11 @@ Rules read the *final* manifest: `patch` can replace any part of it.
 
 from __future__ import annotations
 
-import itertools
-import posixpath
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
-from lockstep.training.config.settings import nearest
 from lockstep.training.contract import UserError
 
 from .manifest import Manifest, holds
@@ -64,8 +61,6 @@ class Subject:
 
     spec: JobSpec
     objects: list[Manifest]
-    files: Collection[str] | None = None
-    """Paths of the code that travels; None if the code was not read."""
 
     volumes: ClassVar[bool] = False
     """Whether the job runs in an image, and sees no folder but those of its `volumes`."""
@@ -120,15 +115,9 @@ class Rules(Generic[S]):
         rules: dict[str, Rule[Any]] = {**COMMON._rules, **self._rules}
         return [rules[id] for id in sorted(rules)]
 
-    def apply(
-        self, spec: JobSpec, objects: list[Manifest], files: Collection[str] | None = None
-    ) -> list[Finding]:  # fmt: skip
-        """Returns all findings, in the order of their ids. Manifests may be anything: `patch` can replace any part.
-
-        Args:
-            files: paths of the code that travels; None if the code was not read.
-        """
-        subject = self.subject(spec, objects, files)
+    def apply(self, spec: JobSpec, objects: list[Manifest]) -> list[Finding]:
+        """Returns all findings, in the order of their ids. Manifests may be anything: `patch` can replace any part."""
+        subject = self.subject(spec, objects)
         findings = [Finding(rule.id, rule.level, message) for rule in self.all() for message in rule.check(subject)]
         return list(dict.fromkeys(findings))
 
@@ -179,28 +168,6 @@ def live(subject: Subject) -> Iterator[str]:
     spec = subject.spec
     if spec.live and spec.config is not None and spec.config.sync.name != "exact":
         yield f"live needs sync.name exact, and the recipe has {spec.config.sync.name}: set it in overrides, or remove live"
-
-
-@COMMON.rule("LJ010")
-def script_in_the_code(subject: Subject) -> Iterator[str]:
-    """The ranks start in the copy of the code, which must hold the script of `command`."""
-    if subject.files is not None and (missing := missing_script(subject.spec, subject.files)):
-        yield missing
-
-
-def missing_script(spec: JobSpec, files: Collection[str]) -> str:
-    """Returns the message if the code lacks the script that `command` starts; "" if the code has it, or no word names a script."""
-    for before, word in itertools.pairwise(["", *(spec.command or [])]):
-        if word in ("-c", "-m"):
-            break
-        if re.fullmatch(r"[^-\s]\S*\.(py|sh)", word) and not before.startswith("--"):
-            if word.startswith("/") or posixpath.normpath(word) in files:
-                break
-            return (
-                f"command {word} is not part of the code{nearest(word, files)}: name a file inside the code's folder, by its path "
-                "from there"
-            )
-    return ""
 
 
 def volume_of(spec: JobSpec, path: str) -> Volume | None:

@@ -122,6 +122,17 @@ def seconds_of(stamp: object) -> float | None:
         return None
 
 
+def size_in_bytes(text: str) -> int:
+    """Returns the bytes of a size: `32Gi` → 34359738368."""
+    return int(text[:-2]) << 10 * (1 + ("Ki", "Mi", "Gi", "Ti").index(text[-2:]))
+
+
+def seconds(text: str) -> int:
+    """Returns the seconds of a duration: `1h30m` → 5400."""
+    units = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+    return sum(int(number) * units[unit] for number, unit in re.findall(r"(\d+)([dhms])", text))
+
+
 def holds(mount: str, path: str) -> bool:
     """Returns whether `path` lies on the mount at `mount`."""
     return path == mount or path.startswith(mount.rstrip("/") + "/")

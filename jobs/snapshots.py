@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import itertools
 import os
+import posixpath
 import re
 import stat
 import time
@@ -19,12 +21,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from lockstep.training import files
+from lockstep.training.config.settings import nearest
 from lockstep.training.contract import EVENTS_FILE, RUN_FILE, STATUS_FILE, UserError
 from lockstep.wire import archive
 from lockstep.wire.archive import DERIVED, MAX_BYTES, MAX_FILES, MAX_PACKED, File
 
 from . import records
-from .lint import missing_script
 from .manifest import get
 from .spec.model import JobSpec, code_identity
 from .spec.types import Code
@@ -64,10 +66,6 @@ class Bundle:
     identity: str
     packed: bytes
     """Bytes of the archive."""
-
-    @property
-    def paths(self) -> set[str]:
-        return {file.path for file in self.files}
 
 
 def collect(folder: Path) -> Bundle:
@@ -135,7 +133,7 @@ def _paths(folder: Path) -> list[str]:
                 raise UserError(f"code: {error}") from None
             if inner and (folder / path).absolute() != home:
                 left.append((f"{path}/", rules))
-            elif not inner and not _links_to_ours(folder / path):
+            elif not inner:
                 paths.append(path)
         if len(paths) > MAX_FILES:
             raise UserError(f"code: {folder} has more than {MAX_FILES} files: name some in {IGNORE_FILE}")
@@ -207,33 +205,17 @@ def _is_product(names: set[str]) -> bool:
     return run or shards or "pyvenv.cfg" in names
 
 
-def _links_to_ours(place: Path) -> bool:
-    """Returns whether `place` is `lockstep/training` or `lockstep/jobs` in a fork of Lockstep. The folders that these links lead to
-    travel by themselves."""
-    ours = place.parent.name == "lockstep" and place.is_symlink()
-    return ours and place.is_dir() and os.readlink(place) == f"../{place.name}"
-
-
 def _place(root: Path, path: str, paths: set[str]) -> Path:
     """Returns the regular file that a path names. A link may not lead to a file that does not travel by itself. Raises `UserError`."""
     place = root / path
-    if place.is_symlink():
-        target = place.resolve() if place.exists() else None
-        if target is None:
-            what = "is a link to nothing"
-        elif not target.is_relative_to(root):
-            what = "is a link that leads out of the folder"
-        elif target.is_dir():
-            what = "is a link to a folder"
-        elif (name := target.relative_to(root).as_posix()) not in paths:
-            what = f"is a link to {name}, which does not travel"
-        else:
-            return target
-    elif stat.S_ISREG(place.lstat().st_mode):
-        return place
-    else:
-        what = "is not a regular file (a device, a pipe or a socket)"
-    raise UserError(f"code: {path} {what}: name it in {IGNORE_FILE}")
+    target = Path(os.path.realpath(place))
+    if place.is_symlink() and (target.is_symlink() or os.path.relpath(target, root) not in paths):
+        raise UserError(
+            f"code: {path} is a link to {os.readlink(place)}, which does not travel: name it in {IGNORE_FILE}"
+        )
+    if not stat.S_ISREG(target.lstat().st_mode):
+        raise UserError(f"code: {path} is not a regular file (a device, a pipe or a socket): name it in {IGNORE_FILE}")
+    return target
 
 
 def _warn_of_secrets(paths: list[str]) -> None:
@@ -332,7 +314,7 @@ def resolve(spec: JobSpec) -> tuple[JobSpec, Bundle | None]:
         None in place of the code if there is none, or the spec names a stored copy.
 
     Raises:
-        UserError: the code contains a file that must not travel, or lacks the recipe.
+        UserError: the code contains a file that must not travel, or lacks the recipe, or the script of `command`.
     """
     if spec.code is None or (spec.code.hash is not None and spec.code.packed):
         return spec, None
@@ -341,24 +323,31 @@ def resolve(spec: JobSpec) -> tuple[JobSpec, Bundle | None]:
     bundle = collect(Path(spec.code.path))
     recipe = spec.recipe or ""
     own = recipe.endswith((".yaml", ".yml")) and not Path(recipe).is_absolute()
-    if own and Path(recipe).as_posix() not in {file.path for file in bundle.files}:
-        raise UserError(
-            f"recipe {recipe} is not part of the code: name a file inside the code's folder, by its path from there"
-        )
+    needed = [("recipe", recipe)] * own + [("command", word) for word in _scripts(spec)]
+    paths = {file.path for file in bundle.files}
+    for setting, path in needed:
+        if posixpath.normpath(path) not in paths:
+            raise UserError(
+                f"{setting} {path} is not part of the code{nearest(path, paths)}: name a file inside the code's folder, by its "
+                "path from there"
+            )
     return _with_code(spec, bundle.identity, bundle.packed), bundle
 
 
-def checked(spec: JobSpec) -> tuple[JobSpec, Bundle | None]:
-    """Resolves a spec that is to be submitted. Like `resolve`, but also raises `UserError` if the code lacks the command's script."""
-    resolved, bundle = resolve(spec)
-    if bundle is not None and (missing := missing_script(spec, bundle.paths)):
-        raise UserError(missing)
-    return resolved, bundle
+def _scripts(spec: JobSpec) -> Iterator[str]:
+    """Yields the script that `command` starts, if a word names one in the code's folder."""
+    for before, word in itertools.pairwise(["", *(spec.command or [])]):
+        if word in ("-c", "-m"):
+            return
+        if re.fullmatch(r"[^-\s]\S*\.(py|sh)", word) and not before.startswith("--"):
+            if not word.startswith("/"):
+                yield word
+            return
 
 
 def snapshot(spec: JobSpec) -> JobSpec:
-    """Saves the code of a job, and returns the `checked` spec. Raises `UserError`, also if the spec names a copy that is not stored."""
-    resolved, bundle = checked(spec)
+    """Saves the code of a job, and returns the resolved spec. Raises `UserError`, also if the spec names a copy that is not stored."""
+    resolved, bundle = resolve(spec)
     if bundle is not None:
         store(bundle.identity, bundle.packed)
     elif resolved.code is not None and resolved.code.hash is not None:
@@ -368,14 +357,11 @@ def snapshot(spec: JobSpec) -> JobSpec:
 
 def snapshot_all(specs: list[JobSpec]) -> list[JobSpec]:
     """Saves the code of the runs of a sweep. Reads each folder once, so that all runs have the same code."""
-    known: dict[str, Code | None] = {}
-    result = []
+    known: dict[Code | None, Code | None] = {}
     for spec in specs:
-        key = "" if spec.code is None else spec.code.model_dump_json()
-        if key not in known:
-            known[key] = snapshot(spec).code
-        result.append(spec.model_copy(update={"code": known[key]}))
-    return result
+        if spec.code not in known:
+            known[spec.code] = snapshot(spec).code
+    return [spec.model_copy(update={"code": known[spec.code]}) for spec in specs]
 
 
 def _with_code(spec: JobSpec, identity: str, archived: bytes) -> JobSpec:

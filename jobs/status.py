@@ -130,19 +130,6 @@ class Status:
             )
         return lines
 
-    def absent(self, rank: int) -> str:
-        """Returns why a rank does not run, as the end of a sentence about its job; "" if the rank may run."""
-        why = f" ({self.reason})" if self.reason else ""
-        if self.final:
-            return f"has ended: {self.state}{why}; its ranks are gone"
-        own = [part for part in self.ranks if rank in part.ranks]
-        if any(part.state == "running" for part in own):
-            return ""
-        if self.state not in ("running", "restarting"):
-            return f"has not started: {self.state}{why}; wait until it runs"
-        ended = next((part for part in own if part.state in FINAL), None)
-        return f"continues without rank {rank}: {ended.name} has {ended.state}" if ended is not None else ""
-
     def plain(self) -> dict[str, Any]:
         return {**asdict(self), "final": self.final}
 
@@ -221,13 +208,12 @@ def say(text: str) -> None:
     print(printable(text), flush=True)
 
 
-def note(text: str) -> None:
-    """Prints a note to stderr, apart from the answer."""
-    to_stderr(text)
+note = to_stderr
+"""Prints a note to stderr, apart from the answer."""
 
 
 def warn(text: str) -> None:
-    note(f"warning: {text}")
+    to_stderr(f"warning: {text}")
 
 
 def columns(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
@@ -253,7 +239,7 @@ def progress_printer(name: str) -> StatusCallback:
         nonlocal last
         now = (status.state, re.sub(r"\d+", "0", status.reason))
         if now != last and not status.final:
-            note(status.line(name))
+            to_stderr(status.line(name))
         last = now
 
     return tell

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import time
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from .job import Job
 from .spec.model import JobSpec
 from .status import EXIT_PRECEDENCE, Status, answer, columns, progress_printer, warn
 
-MAX_RUNS = 1000
 METRICS = ("accuracy", "best_accuracy", "test_loss", "train_loss", "steps")
 """Keys of summary.json that are columns, if a run has them. The numbers that a script has logged come first."""
 MAX_LOGGED = 8
@@ -53,13 +51,6 @@ def expand(spec: JobSpec, values: dict[str, list[Any]]) -> list[JobSpec]:
         >>> runs[1].name
         'smoke-1'
     """
-    runs = math.prod(len(choices) for choices in values.values())
-    if runs > MAX_RUNS:
-        raise UserError(f"the sweep has {runs} runs, more than {MAX_RUNS}: give fewer values")
-    for name, choices in values.items():
-        twice = next((value for number, value in enumerate(choices) if _among(value, choices[:number])), None)
-        if twice is not None:
-            raise UserError(f"--sweep {name} has {twice!r} twice: give each value once, or another seed for each run")
     plain, specs = spec.plain(), []
     for index, combination in enumerate(itertools.product(*values.values())):
         changed = dict(zip(values, combination))
@@ -73,11 +64,6 @@ def expand(spec: JobSpec, values: dict[str, list[Any]]) -> list[JobSpec]:
         text = ", ".join(f"{name}={value}" for name, value in changed.items())
         specs.append(JobSpec.of({**plain, **own}, f"the sweep's {text}"))
     return specs
-
-
-def _among(value: Any, others: list[Any]) -> bool:
-    """Returns whether `value` is among `others`; 1 and 1.0 are the same, 1 and true are not."""
-    return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in others)
 
 
 @extras.explained()

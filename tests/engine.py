@@ -90,7 +90,7 @@ def remove_jobs(*names: str) -> None:
             own = docker(*listing, "--filter", f"label=com.docker.compose.project=lockstep-{name}").split()
             if own:
                 docker(*removing, *own)
-        own = [item for item in docker("volume", "ls", "--quiet").split() if item in (
-            f"lockstep-{name}-runs", f"lockstep-{name}-cancelled") or item.startswith(f"lockstep-{name}-code-")]  # fmt: skip
+        own = [item for item in docker("volume", "ls", "--quiet").split()
+               if item == f"lockstep-{name}-runs" or item.startswith(f"lockstep-{name}-code-")]  # fmt: skip
         if own:
             docker("volume", "rm", "--force", *own)

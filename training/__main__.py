@@ -31,12 +31,13 @@ if __name__ == "__main__" and sys.argv[1:2] in (["run"], ["launch"]):
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
 
 from . import extras
-from .cli import COMMANDS, PROGRAM, Parser, add_set, answering, count, run_dir
+from .cli import COMMANDS, PROGRAM, Parser, add_set, count, run_dir
 from .contract import (
     EXIT_DONE,
     EXIT_NO_READER,
     EXIT_UNREACHABLE,
     UserError,
+    answering,
     print_error,
     printable,
     say,

@@ -6,15 +6,13 @@ Usage errors are one line, like every other error that a person can mend.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import errno
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
-from .contract import ENV_PROGRAM, EXIT_NO_READER, EXIT_USAGE, UserError, to_stderr
+from .contract import ENV_PROGRAM, UserError
 
 PROGRAM = os.environ.get(ENV_PROGRAM, "python -m lockstep.training")
 COMMANDS = {
@@ -29,35 +27,11 @@ COMMANDS = {
 """Each with a line of help."""
 INSIDE = ("run", "launch")
 """Those that `lockstep` has in another form (`lockstep run`)."""
-_UNWRITTEN = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT)
-"""Errors of standard output. Those of other files are caught where these are written."""
 
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} (see {self.prog} --help)")
-
-
-@contextlib.contextmanager
-def answering() -> Iterator[None]:
-    """Wraps a command whose result is its output. Ends the process with 141 if the reader has left (`| head`), and with one line and 2
-    on a full disk."""
-    try:
-        try:
-            yield
-        finally:  # what is left to be written at Python's own end is lost without a word
-            # It is None if standard output is closed. sys.stdout may be typer's, which hides errors.
-            if sys.__stdout__ is not None:
-                sys.__stdout__.flush()
-    except (OSError, SystemExit) as error:
-        # typer makes an exit with 1 of a reader that has left, and 1 says that a job failed.
-        cause = error.__context__ if isinstance(error, SystemExit) else error
-        if not isinstance(cause, OSError) or cause.filename or cause.errno not in _UNWRITTEN:
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python would try once more at its end
-        if cause.errno != errno.EPIPE:
-            to_stderr(f"error: the answer could not be written: {cause.strerror}")
-        sys.exit(EXIT_NO_READER if cause.errno == errno.EPIPE else EXIT_USAGE)
 
 
 def add_set(parser: argparse.ArgumentParser, help_text: str) -> None:

@@ -6,6 +6,7 @@ Standard library only, so that both sides import it at no cost.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sys
 import traceback
@@ -164,6 +165,32 @@ def print_error(error: UserError) -> None:
         for line in "".join(traceback.format_exception(error)).splitlines():
             to_stderr(line)
     to_stderr(f"error: {error}")
+
+
+@contextlib.contextmanager
+def answering() -> Iterator[None]:
+    """Wraps a command whose result is its output. Ends the process with 141 if the reader has left (`| head`), and with one line and 2
+    on a full disk."""
+    try:
+        try:
+            yield
+        finally:  # what is left to be written at Python's own end is lost without a word
+            # It is None if standard output is closed. sys.stdout may be typer's, which hides errors.
+            if sys.__stdout__ is not None:
+                sys.__stdout__.flush()
+    except (OSError, SystemExit) as error:
+        # typer makes an exit with 1 of a reader that has left, and 1 says that a job failed.
+        cause = error.__context__ if isinstance(error, SystemExit) else error
+        if (
+            not isinstance(cause, OSError)
+            or cause.filename
+            or cause.errno not in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT)
+        ):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python would try once more at its end
+        if cause.errno != errno.EPIPE:
+            to_stderr(f"error: the answer could not be written: {cause.strerror}")
+        sys.exit(EXIT_NO_READER if cause.errno == errno.EPIPE else EXIT_USAGE)
 
 
 @contextlib.contextmanager

@@ -32,9 +32,14 @@ def explained() -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        if error.name not in _EXTRA_OF:
-            raise
-        raise _missing(error.name) from None
+        raise as_user_error(error) from None
+
+
+def as_user_error(error: ModuleNotFoundError) -> UserError:
+    """Returns the error of `explained` for a missing package. Raises the given error if the package belongs to no extra."""
+    if error.name not in _EXTRA_OF:
+        raise error
+    return _missing(error.name)
 
 
 def require(package: str) -> None:

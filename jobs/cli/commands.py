@@ -149,7 +149,7 @@ class Job:
             if "recipe" in below and "name" not in below and isinstance(below["recipe"], str):
                 below["name"] = Path(below["recipe"]).stem.replace("_", "-").lower()
             spec = JobSpec.of(below, "the flags")
-        if kind is not None:
+        if kind is not None and "host" in kind.places:
             _at_its_host(kind, spec.slurm.host, spec, self.file)
         return spec
 
@@ -272,8 +272,7 @@ def lint(
         findings = cluster(backend, "lint").lint(spec)
     else:
         spec.check_training(spec.name)
-        spec, code = snapshots.resolve(spec)
-        findings = COMMON.apply(spec, [], code.paths if code is not None else None)
+        findings = COMMON.apply(snapshots.resolve(spec)[0], [])
     answer(as_json, findings, map(str, findings))
     raise typer.Exit(EXIT_FAILED if errors(findings) else EXIT_DONE)
 
@@ -334,17 +333,6 @@ def _print_preflight(name: str, checks: list[Check], as_json: bool) -> NoReturn:
     plain = {"name": name, "would": would, "checks": checks}
     answer(as_json, plain, [*_rows(checks), f"{name} would {would}"])
     raise typer.Exit(EXIT_USAGE if refused else EXIT_DONE)
-
-
-def diff(backend: Backend, job: Job, as_json: Json = False) -> None:
-    """Compare a job file with the job that was submitted. Exit code 1 if they differ."""
-    spec = job.spec(backend)
-    from ..backend import backend_of
-
-    changed = backend_of(backend).at(spec).drift(spec)
-    plain = {"name": spec.name, "same": not changed, "differences": changed}
-    answer(as_json, plain, changed or ["no difference"])
-    raise typer.Exit(EXIT_FAILED if changed else EXIT_DONE)
 
 
 def prepare(
@@ -478,7 +466,6 @@ def doctor(
 ) -> None:
     """Check whether a cluster can run a job, what this machine's GPUs can do, or what a bucket allows. Exit code 1 if something is
     missing."""
-    words = [word for row in only or () for word in ("--only", row)]
     if backend == "gpu" or "://" in backend:
         places = {**{f"--{flag}": value for flag, value in vars(place).items()}, "--profile": profile}
         for name, unwanted in {"FILE": file, "--image": image, **places}.items():
@@ -488,8 +475,8 @@ def doctor(
         from lockstep.tools import doctor as gpus  # torch
 
         raise typer.Exit(gpus.main(only or (), as_json))
-    if words:
-        raise UserError(f"{words[0]} belongs to doctor gpu, not to {backend}")
+    if only:
+        raise UserError(f"--only belongs to doctor gpu, not to {backend}")
     if "://" in backend:
         from .. import buckets
 

@@ -19,13 +19,14 @@ import typer
 
 from lockstep import tools, torture
 from lockstep.training import extras
-from lockstep.training.cli import COMMANDS, INSIDE, answering, search_path
+from lockstep.training.cli import COMMANDS, INSIDE, search_path
 from lockstep.training.contract import (
     ENV_PROGRAM,
     EXIT_UNREACHABLE,
     EXIT_USAGE,
     VERSION,
     UserError,
+    answering,
     print_error,
     to_stderr,
 )
@@ -139,7 +140,6 @@ _COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "render": (commands.render, "Example: lockstep render k8s job.yaml --nodes 4 --set k8s.queue=gpu"),
     "lint": (commands.lint, "Example: lockstep lint job.yaml"),
     "submit": (commands.submit, "Example: lockstep submit k8s job.yaml --gpus 4"),
-    "diff": (commands.diff, "Example: lockstep diff k8s job.yaml"),
     "prepare": (commands.prepare, "Example: lockstep prepare k8s job.yaml"),
     "schema": (_schema, "Example: lockstep schema > job.schema.json"),
     "status": (commands.status, "Example: lockstep status k8s smoke --json"),
@@ -207,28 +207,25 @@ def main() -> NoReturn:
         if isinstance(stream, io.TextIOWrapper):  # None if the stream is closed
             stream.reconfigure(errors="backslashreplace")  # a letter that the locale lacks ends no command
     with answering():
-        _main()
-
-
-def _main() -> NoReturn:
-    try:
-        keep_out_others()
-        command = next(iter(sys.argv[1:]), "")
-        if command in _WITHOUT_PLUGINS:
-            os.environ["PYDANTIC_DISABLE_PLUGINS"] = "__all__"
-        with extras.explained(), signals_held_back() if command == "run" else contextlib.nullcontext():
-            # Outside standalone mode typer returns the code of an Exit instead of raising it.
-            code = app_of(command)(sys.argv[1:], standalone_mode=False)
-    except UserError as error:
-        print_error(error)
-        sys.exit(EXIT_UNREACHABLE if isinstance(error, Unreachable) else error.code)
-    except typer.Exit as ending:
-        sys.exit(ending.exit_code)
-    except (KeyboardInterrupt, typer.Abort):
-        sys.exit(128 + signal.SIGINT)
-    except Exception as error:
-        if not hasattr(error, "format_message"):  # click's own usage errors have one
-            raise
-        to_stderr(f"error: {error.format_message()}")
-        sys.exit(EXIT_USAGE)
-    sys.exit(code if isinstance(code, int) else 0)
+        try:
+            keep_out_others()
+            command = next(iter(sys.argv[1:]), "")
+            if command in _WITHOUT_PLUGINS:
+                os.environ["PYDANTIC_DISABLE_PLUGINS"] = "__all__"
+            with signals_held_back() if command == "run" else contextlib.nullcontext():
+                # Outside standalone mode typer returns the code of an Exit instead of raising it.
+                code = app_of(command)(sys.argv[1:], standalone_mode=False)
+        except (UserError, ModuleNotFoundError) as raised:
+            error = raised if isinstance(raised, UserError) else extras.as_user_error(raised)
+            print_error(error)
+            sys.exit(EXIT_UNREACHABLE if isinstance(error, Unreachable) else error.code)
+        except typer.Exit as ending:
+            sys.exit(ending.exit_code)
+        except (KeyboardInterrupt, typer.Abort):
+            sys.exit(128 + signal.SIGINT)
+        except Exception as error:
+            if not hasattr(error, "format_message"):  # click's own usage errors have one
+                raise
+            to_stderr(f"error: {error.format_message()}")
+            sys.exit(EXIT_USAGE)
+        sys.exit(code if isinstance(code, int) else 0)

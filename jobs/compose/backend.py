@@ -1,7 +1,7 @@
 """The Compose backend: nodes are containers of one machine. The engine's labels are its only memory.
 
 The spec stands in a label of each node's container, so that status, logs and cancel work from any shell that reaches
-the engine. A cancelled job also has a labelled, empty volume, because labels cannot change.
+the engine.
 $LOCKSTEP_HOME/compose holds only a lock: one command of a user submits at a time.
 """
 
@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import re
 import secrets
 import time
 from collections import deque
@@ -19,25 +18,22 @@ from collections.abc import Iterator
 from typing import Any
 
 from lockstep.training import contract, files
+from lockstep.training.contract import UserError
 from lockstep.wire import hangs
 
 from .. import records, snapshots
 from ..backend import Checks, Cluster, JobRecord, Lines, Manifests, Submission
 from ..logs import Stamped, of_rank
-from ..manifest import HASH, JOB, MANAGED, Manifest, get, spec_in, to_yaml
+from ..manifest import HASH, JOB, MANAGED, Manifest, get, size_in_bytes, spec_in, to_yaml
 from ..process import Streams, exec_command, run
 from ..spec.model import GRACE_MARGIN, JobSpec, code_identity
-from ..spec.types import size_in_bytes
-from ..status import Check, JobSummary, Result, Status, SubmitResult
+from ..status import Check, JobSummary, Result, Status, SubmitResult, warn
 from . import engine
 from . import render as rendering
 from .status import moment, status_from_containers
 
-CANCELLED = "lockstep/cancelled"
 CODE = "lockstep/code"
 """Label of the volume with a job's code; its value is the job's name."""
-OLDEST = (2, 20)
-"""Oldest version of Compose in which `--progress quiet`, `--no-recreate` and a file from standard input work together."""
 OURS = tuple(f"{key}={value}" for key, value in MANAGED.items())
 
 Nodes = list[Manifest]  # named here, because `list` is a method below
@@ -52,7 +48,6 @@ class ComposeBackend(Cluster):
 
     name = "compose"
     rules = rendering.RULES
-    secrets_from = "set it in the environment, Compose takes it from there"
 
     def __init__(self, interval: float = 0.5) -> None:
         self.interval = interval
@@ -82,7 +77,6 @@ class ComposeBackend(Cluster):
     def attach(self, job: Submission, known: JobRecord) -> SubmitResult:
         """Starts lost nodes again."""
         self.check_secrets(job.spec)
-        engine.check_built(job.spec.image)
         gone = [node for node in known.handle if get(node, "State", "Status") in ("exited", "dead")]
         self._up(job, known.handle)
         return SubmitResult(
@@ -94,7 +88,6 @@ class ComposeBackend(Cluster):
 
     def create(self, job: Submission, old: JobRecord | None) -> SubmitResult:
         name = job.spec.name
-        engine.check_built(job.spec.image)
         if old is not None:
             self._remove(name)
         self._remove_code(name)  # an interrupted submission may have left a volume
@@ -140,7 +133,6 @@ class ComposeBackend(Cluster):
         """Writes the shards, and returns when they are complete. Raises `UserError`."""
         file = rendering.render_prepare(spec)
         self.check_secrets(spec)
-        engine.check_built(spec.image)
         self._make_volumes(file)
         where = f"{spec.shard_folder} on {file['name']}"
         try:
@@ -155,15 +147,12 @@ class ComposeBackend(Cluster):
 
     def observe(self, known: JobRecord) -> Status:
         nodes, spec = known.handle, known.spec
-        cancelled = bool(engine.volumes(f"{CANCELLED}={known.name}"))
         run_status = self._run_status(nodes, spec)
-        status = status_from_containers(nodes, spec, run_status, cancelled)
+        status = status_from_containers(nodes, spec, run_status)
         return dataclasses.replace(status, **records.about_time(run_status))
 
-    def _run_status(self, nodes: Nodes, spec: JobSpec | None) -> records.RunStatus | None:
+    def _run_status(self, nodes: Nodes, spec: JobSpec) -> records.RunStatus | None:
         """Returns status.json of this job, which takes precedence over exit codes; None if an earlier job wrote the file."""
-        if spec is None:
-            return None
         file = engine.read_file(str(nodes[0]["Id"]), f"{spec.run_directory}/{contract.STATUS_FILE}")
         if file is None or file[1] < min(moment(get(node, "State", "StartedAt")) for node in nodes):
             return None  # tar stores whole seconds, so both are whole
@@ -190,33 +179,24 @@ class ComposeBackend(Cluster):
     @staticmethod
     def _ids(known: JobRecord, rank: int | None) -> Lines:
         """Returns the containers that a rank may be in, or all containers."""
-        nodes, spec = known.handle, known.spec
-        if rank is not None and spec is not None:
-            nodes = [nodes[rank // spec.ranks]]  # without a spec the rank may be in any container
+        nodes = known.handle if rank is None else [known.handle[rank // known.spec.ranks]]
         return [str(node["Id"]) for node in nodes]
 
     def exec(self, known: JobRecord, rank: int, command: Lines, streams: Streams) -> int:
-        spec = known.spec or JobSpec.recorded(known.name, known.plain)
         (place,) = self._ids(known, rank)
         terminal = ["--tty"] if streams.terminal else []
         words = ["docker", "exec", "--interactive", *terminal, place]
-        words += exec_command("python", rank, command, spec.run_directory)
+        words += exec_command("python", rank, command, known.spec.run_directory)
         return run(words, streams)
 
     def stop(self, known: JobRecord) -> Status:
-        name, nodes, spec = known.name, known.handle, known.spec
-        grace = (spec.grace_seconds if spec else 60) + GRACE_MARGIN
-        marker = f"{rendering.project(name)}-cancelled"
-        engine.docker("volume", "create", "--label", f"{CANCELLED}={name}", "--label", OURS[0], marker)
-        ids = [str(node["Id"]) for node in nodes]
-        engine.docker("stop", "--time", str(grace), *ids, timeout=grace + engine.TIMEOUT)
-        return self.wait(name, 10)
+        self._remove(known.name, known.spec.grace_seconds + GRACE_MARGIN)
+        return Status("cancelled", "cancelled; its containers had the grace period to save")
 
-    def _remove(self, name: str) -> None:
-        """Removes the job's containers and network. Volumes stay: they hold runs and data."""
-        engine.docker("compose", "-p", rendering.project(name), "down", "--timeout", "10", timeout=300)
-        for marker in engine.volumes(f"{CANCELLED}={name}"):
-            engine.docker("volume", "rm", marker)
+    def _remove(self, name: str, grace: int = 10) -> None:
+        """Ends and removes the job's containers, and its network. Volumes stay: they hold runs and data."""
+        words = ("compose", "-p", rendering.project(name), "down", "--timeout", str(grace))
+        engine.docker(*words, timeout=grace + 2 * engine.TIMEOUT)
         self._remove_code(name)
 
     def list(self) -> list[JobSummary]:
@@ -227,7 +207,12 @@ class ComposeBackend(Cluster):
         for name, nodes in sorted(jobs.items()):
             created = min(str(node["Created"]) for node in nodes).partition(".")[0] + "+00:00"
             known = JobRecord(name, None, spec_in(get(nodes[0], "Config", "Labels")), _sorted(nodes), _where(name))
-            rows.append(JobSummary(name, self.observe(known).state, len(nodes), created))
+            try:
+                rows.append(JobSummary(name, self.observe(known).state, len(nodes), created))
+            except engine.EngineError:
+                raise
+            except UserError as error:  # its record is damaged
+                warn(str(error))
         return rows
 
 
@@ -268,13 +253,10 @@ def _check(spec: JobSpec | None) -> list[Check]:
         version = engine.docker("compose", "version", "--short").strip()
     except (engine.EngineError, ValueError) as error:
         return [Check("engine", "missing", str(error))]
-    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     limited = about.get("MemoryLimit") and about.get("CpuCfsQuota")
     rows = [
         Check("engine", "ok", f"{about.get('Name')}, Docker {about.get('ServerVersion')}, {about.get('Driver')}"),
-        Check("compose", "ok", version)
-        if numbers >= OLDEST
-        else Check("compose", "missing", f"{version}: at least 2.20 is needed"),
+        Check("compose", "ok", version),
         Check("limits", "ok", f"memory and cpus, cgroup version {about.get('CgroupVersion')}")
         if limited
         else Check("limits", "warning", "the engine cannot limit memory and cpus (rootless without cgroup v2?)"),
@@ -303,9 +285,8 @@ def _check_image(name: str | None) -> Check:
     if name is None:
         return Check("image", "missing", "image is not set: add it to the job")
     about = engine.image(name)
-    if about is None and engine.is_ours(name):
-        return Check("image", "missing", engine.not_built(name))
     if about is None:
-        return Check("image", "warning", f"{name} is not on this machine: submit will pull it")
-    revision = get(about, "Config", "Labels", "org.opencontainers.image.revision") or "unknown"
-    return Check("image", "ok", f"{name}, {int(about.get('Size') or 0) / 1e9:.2f} GB, revision {str(revision)[:12]}")
+        return Check(
+            "image", "warning", f"{name} is not on this machine: submit pulls it (make image-cpu builds lockstep:cpu)"
+        )
+    return Check("image", "ok", name)

@@ -87,16 +87,6 @@ def explain(words: Sequence[str], errors: str) -> str:
     return f"docker {words[0]}: {line[:400]}"
 
 
-def is_ours(image: str) -> bool:
-    """Returns whether the name is one that `make image` gives, without a registry. A public registry may have another image of that
-    name."""
-    return re.fullmatch(r"lockstep(:[\w.-]+)?", image) is not None
-
-
-def not_built(image: str) -> str:
-    return f"{image} is not on this machine: make image-cpu builds lockstep:cpu, make image lockstep:latest (CUDA)"
-
-
 def image(name: str) -> dict[str, Any] | None:
     """Returns the result of `docker image inspect`; None if this machine does not have the image. Raises `EngineError`."""
     try:
@@ -106,12 +96,6 @@ def image(name: str) -> dict[str, Any] | None:
             raise
         return None
     return about if isinstance(about, dict) else None
-
-
-def check_built(name: str | None) -> None:
-    """Raises `UserError` for an image of ours that was not built here: no registry has it."""
-    if name is not None and is_ours(name) and image(name) is None:
-        raise UserError(not_built(name))
 
 
 def compose(

@@ -26,11 +26,11 @@ from ..manifest import (
     get,
     holds,
     merge,
+    size_in_bytes,
     spec_text,
     without_none,
 )
 from ..spec.model import CODE_PARTS, GRACE_MARGIN, JobSpec, code_identity, launch_command, preparation
-from ..spec.types import size_in_bytes
 
 NODE = "lockstep/node"
 """Label of a node's container; its value is the node's number."""

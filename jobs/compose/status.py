@@ -19,9 +19,7 @@ def moment(text: object) -> float:
     return max(0.0, seconds_of(f"{str(text)[:19]}Z") or 0.0)
 
 
-def status_from_containers(
-    nodes: list[Manifest], spec: JobSpec | None, run_status: records.RunStatus | None, cancelled: bool
-) -> Status:
+def status_from_containers(nodes: list[Manifest], spec: JobSpec, run_status: records.RunStatus | None) -> Status:
     """Returns the status of a job.
 
     Args:
@@ -33,30 +31,25 @@ def status_from_containers(
     states = [str(get(node, "State", "Status")) for node in nodes]
     if any(state in _RUNNING for state in states):
         lost = [part for part in parts if part.state == "failed"]
-        if lost and spec is not None and spec.live and states[0] in _RUNNING:
+        if lost and spec.live and states[0] in _RUNNING:
             without = f"{lost[0].reason}; the others train on: submit the job again, and it joins them"
             return Status("running", "; ".join(filter(None, (records.progress(run_status), without))), parts)
-        if lost and not cancelled:
+        if lost:
             return Status(
                 "restarting",
                 f"{lost[0].reason}; the other nodes wait for it: submit the job again to restart it",
                 parts,
             )
-        paused = next((part.name for part, state in zip(parts, states) if state == "paused"), None)
-        if paused:
-            return Status("running", f"{paused} is paused", parts)
         return Status("running", records.progress(run_status), parts)
     if any(state == "created" for state in states):
         error = next((str(get(node, "State", "Error")) for node in nodes if get(node, "State", "Error")), "")
         if error:
             return Status("failed", f"a node did not start: {' '.join(error.split())[:300]}", parts, 1)
         return Status("pending", "the containers are being started", parts)
-    return _ended(nodes, parts, run_status, cancelled)
+    return _ended(nodes, parts, run_status)
 
 
-def _ended(
-    nodes: list[Manifest], parts: list[NodeStatus], run_status: records.RunStatus | None, cancelled: bool
-) -> Status:
+def _ended(nodes: list[Manifest], parts: list[NodeStatus], run_status: records.RunStatus | None) -> Status:
     codes = [int(get(node, "State", "ExitCode") or 0) for node in nodes]
     reason = run_status.reason if run_status else ""
     code = _worst(codes)
@@ -70,8 +63,6 @@ def _ended(
         return answer("succeeded", reason or "complete")
     if contract.EXIT_TIMED_OUT in codes:
         return answer("timed_out", "the time limit is over")
-    if cancelled:
-        return answer("cancelled", "cancelled; the state is saved" if code == contract.EXIT_PREEMPTED else "cancelled")
     if code == contract.EXIT_PREEMPTED:
         return answer("preempted", reason or "saved; submit it again to resume")
     starved = next((part for part, node in zip(parts, nodes) if get(node, "State", "OOMKilled")), None)
@@ -91,9 +82,8 @@ def _worst(codes: list[int]) -> int:
     return bad[0] if bad else max(codes, default=0)
 
 
-def _part(node: Manifest, index: int, spec: JobSpec | None, restarts: int) -> NodeStatus:
-    name = str(get(node, "Config", "Hostname"))
-    width = spec.ranks if spec else 1
+def _part(node: Manifest, index: int, spec: JobSpec, restarts: int) -> NodeStatus:
+    name, width = str(get(node, "Config", "Hostname")), spec.ranks
     return NodeStatus(name, list(range(index * width, (index + 1) * width)), *_state(node, name), restarts)
 
 

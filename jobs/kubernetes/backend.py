@@ -305,7 +305,7 @@ class KubernetesBackend(Cluster):
         if known is not None:
             check_preparation(own.name, known.plain)
             kind = known.handle["kind"]
-            if known.same(render.of_kind(own, kind), self.name) and self.observe(known).state == "succeeded":
+            if known.spec.same_job(render.of_kind(own, kind), self.name) and self.observe(known).state == "succeeded":
                 note(
                     f"{own.name} has written the shards: to write them again, remove it "
                     f"(kubectl --namespace {self.namespace} delete {kind.lower()} {own.name}), or change the job's name"

@@ -28,11 +28,11 @@ from ..manifest import (
     get,
     mappings,
     merge,
+    seconds,
     spec_text,
     without_none,
 )
 from ..spec.model import CODE_PARTS, GRACE_MARGIN, JobSpec, code_identity, launch_command, prepares
-from ..spec.types import seconds
 
 KINDS = {
     "PyTorchJob": ("kubeflow.org/v1", "pytorchjobs"),
@@ -210,7 +210,7 @@ def pod_spec(spec: JobSpec, submission: str) -> Manifest:
             "terminationGracePeriodSeconds": spec.grace_seconds + GRACE_MARGIN,
             "priorityClassName": settings.priority_class,
             "nodeSelector": dict(sorted(settings.node_selector.items())) or None,
-            "tolerations": [item.model_dump(exclude_none=True) for item in settings.tolerations] or None,
+            "tolerations": settings.tolerations or None,
             "affinity": _affinity(spec),
             "imagePullSecrets": [{"name": name} for name in settings.image_pull_secrets] or None,
             "securityContext": without_none(

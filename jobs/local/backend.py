@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,23 +22,22 @@ from .. import records, snapshots
 from ..backend import Backend, Checks, JobRecord, Lines, Submission
 from ..logs import follow as follow_logs
 from ..logs import last_error
+from ..manifest import size_in_bytes
 from ..process import Streams, exec_command, run
 from ..spec.model import GRACE_MARGIN, JobSpec, code_identity, launch_command
-from ..spec.types import size_in_bytes
 from ..status import Check, JobSummary, NodeStatus, State, Status, SubmitResult, warn
 from . import supervise
-from .supervise import ENDED, RUNNING, alive, descendants, here, record_end, start_ticks
+from .supervise import ENDED, RUNNING, alive, end_of, here, start_ticks
 
 SUPERVISOR = "supervisor.json"
+LOG = "log.txt"
 POLL_SECONDS = 0.1
-SUBMISSION_SECONDS = 60
 
 
 class LocalBackend(Backend):
     """A backend whose jobs are detached processes of this machine. See `Backend`."""
 
     name = "local"
-    secrets_from = "set it in the environment to run on this machine"
     interval = POLL_SECONDS
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -85,19 +83,24 @@ class LocalBackend(Backend):
         elif folder.exists():
             self._clear(folder)
         folder.mkdir(mode=0o700)
-        records.LocalJob(
+        record = records.LocalJob(
             spec=spec.record(), hash=spec.hash(), run_dir=run_dir, command=self._command(spec, run_dir), env=dict(spec.env),
             time_limit=spec.deadline_seconds, grace=spec.grace_seconds + GRACE_MARGIN,
             created=records.now(), job=records.submission_id(spec.name), host=here(),
-        ).write(folder / records.JOB)  # fmt: skip
+        )  # fmt: skip
         # If another job submits this job, this job's processes do not belong to the other one.
         env = {name: value for name, value in os.environ.items() if name not in contract.OF_A_JOB}
-        with (folder / "log.txt").open("ab") as log:
+        with (folder / LOG).open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", supervise.MODULE, str(folder)], env=env,
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
+        # The job has a supervisor before it has a record, and starts when both are there: the supervisor waits for its input.
         records.Process(pid=process.pid, ticks=start_ticks(process.pid)).write(folder / SUPERVISOR)
+        record.write(folder / records.JOB)
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), process.stdin:  # a supervisor that is gone is seen by `observe`
+            process.stdin.write(b"start")
         # The supervisor is meant to outlive this process. If it ends earlier, this thread collects its exit code.
         threading.Thread(target=process.wait, daemon=True).start()
         return SubmitResult(spec.name, True, str(folder))
@@ -106,7 +109,9 @@ class LocalBackend(Backend):
     def _clear(folder: Path) -> None:
         """Removes the folder of a submission that was interrupted before its record was written. Raises `UserError` for any other
         folder."""
-        files.remove_stale(folder, (records.JOB,))
+        files.remove_stale(folder, (records.JOB, SUPERVISOR))
+        for name in (SUPERVISOR, LOG):
+            (folder / name).unlink(missing_ok=True)
         try:
             folder.rmdir()
         except OSError:
@@ -124,8 +129,7 @@ class LocalBackend(Backend):
         record, folder = known.handle, self.folder / known.name
         total = known.world_size
         # In the order of a job's life: a change between two of these queries is visible in the second one.
-        being_submitted = self._being_submitted(folder)
-        supervised = bool(self._processes(folder))
+        supervised = self._alive(folder, SUPERVISOR) is not None
         ended = records.LocalEnd.read(folder / ENDED)
         cancelled = (folder / "cancelled").exists()
 
@@ -140,10 +144,9 @@ class LocalBackend(Backend):
                 return answer("running", f"runs on {record.host.partition(' ')[0]}: ask there")
             if supervised and (folder / RUNNING).exists():
                 return answer("running", records.progress(reported))
-            if supervised or being_submitted:
-                return answer("pending", "the launcher is starting" if supervised else "is being submitted")
-            # The supervisor was killed, too, so the first command that finds no rank records the end.
-            ended = record_end(folder, record.run_dir, record.job, None)
+            if supervised:
+                return answer("pending", "the launcher is starting")
+            ended = end_of(record.run_dir, record.job, None)  # the supervisor was killed, and with it the launcher
         code, reason = ended.code, ended.reason
         if code is None and cancelled:
             return answer("cancelled", "cancelled")
@@ -165,20 +168,14 @@ class LocalBackend(Backend):
             return answer("cancelled", "cancelled; the state is saved" if saved else "cancelled", code)
         if code == contract.EXIT_PREEMPTED:
             return answer("preempted", reason or "ended by a signal; submit it again", code)
-        last = last_error(folder / "log.txt")
+        last = last_error(folder / LOG)
         return answer("failed", reason or f"exit code {code}{f': {last}' if last else ''}", code)
 
     @staticmethod
-    def _processes(folder: Path, *files: str) -> list[int]:
-        """Returns the live processes of these records; without `files`, the job's supervisor and its launcher."""
-        known = [records.Process.read(folder / file) for file in files or (SUPERVISOR, RUNNING)]
-        return [process.pid for process in known if process is not None and alive(process.pid, process.ticks)]
-
-    def _rest(self, folder: Path) -> list[int]:
-        """Returns the live processes that end with the job. The supervisor ends by itself, after it has recorded the end."""
-        supervisor = self._processes(folder, SUPERVISOR)
-        launcher = [] if supervisor else self._processes(folder, RUNNING)
-        return launcher + [pid for root in supervisor or launcher for pid in descendants(root)]
+    def _alive(folder: Path, file: str) -> int | None:
+        """Returns the process of a record; None if the process does not live, or there is no such record."""
+        known = records.Process.read(folder / file)
+        return known.pid if known is not None and alive(known.pid, known.ticks) else None
 
     @staticmethod
     def _check_here(known: JobRecord, advice: str) -> None:
@@ -186,18 +183,8 @@ class LocalBackend(Backend):
         if known.handle.host != here():
             raise UserError(f"{known.name} runs on {known.handle.host.partition(' ')[0]}: {advice}")
 
-    @staticmethod
-    def _being_submitted(folder: Path) -> bool:
-        """Returns whether the job has a record and no supervisor yet. After a minute, such a submission counts as lost."""
-        if (folder / SUPERVISOR).exists() or (folder / RUNNING).exists():
-            return False
-        try:
-            return time.time() - (folder / records.JOB).stat().st_mtime < SUBMISSION_SECONDS
-        except OSError:  # replaced meanwhile
-            return False
-
     def stream(self, known: JobRecord, rank: int | None, follow: bool, last: int | None) -> Iterator[str]:
-        path = self.folder / known.name / "log.txt"
+        path = self.folder / known.name / LOG
         with files.reading(path):
             files.regular(path).close()
         return follow_logs(
@@ -207,8 +194,8 @@ class LocalBackend(Backend):
     def exec(self, known: JobRecord, rank: int, command: Lines, streams: Streams) -> int:
         record = known.handle
         self._check_here(known, "run the command there")
-        launcher = self._processes(self.folder / known.name, RUNNING)
-        marks = {contract.ENV_JOB: record.job, contract.ENV_LAUNCHER: str(next(iter(launcher), None))}
+        launcher = self._alive(self.folder / known.name, RUNNING)
+        marks = {contract.ENV_JOB: record.job, contract.ENV_LAUNCHER: str(launcher)}
         words = exec_command(sys.executable, rank, command, record.run_dir)
         return run(words, streams, {**os.environ, **marks})
 
@@ -217,23 +204,15 @@ class LocalBackend(Backend):
         self._check_here(known, "cancel it there")
         with contextlib.suppress(OSError):  # the file only gives the reason: a full disk must not keep a job alive
             (folder / "cancelled").touch()
-        deadline = time.monotonic() + record.grace
-        if self._processes(folder, SUPERVISOR):
-            deadline += supervise.KILL_SECONDS  # the supervisor kills, after the grace
-        signalled = False
-        while not self.status(known.name).final and time.monotonic() < deadline:
-            if not signalled and (folder / RUNNING).exists():
-                signalled = True
-                supervise.send(self._processes(folder)[:1], signal.SIGTERM)
-            time.sleep(POLL_SECONDS)
-        if not self.status(known.name).final:
-            supervise.kill(lambda: self._rest(folder))
-        status = self.wait(known.name, supervise.KILL_SECONDS)
+        if (supervisor := self._alive(folder, SUPERVISOR)) is not None:
+            supervise.send([supervisor], signal.SIGTERM)
+        status = self.wait(
+            known.name, record.grace + 2 * supervise.KILL_SECONDS
+        )  # the supervisor kills, after the grace
         if not status.final:
-            left = ", ".join(map(str, self._rest(folder) or self._processes(folder)))
             raise UserError(
-                f"{known.name} has not ended: its processes {left} are still running, often because the kernel holds them for a disk "
-                f"or a GPU. Once they are gone, `lockstep status local {known.name}` says so"
+                f"{known.name} has not ended: the kernel holds its processes, often for a disk or a GPU. Once they are gone, "
+                f"`lockstep status local {known.name}` says so"
             )
         return status
 

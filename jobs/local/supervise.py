@@ -4,7 +4,7 @@ The supervisor collects the exit code long after the command that submitted the 
 launcher, and kills the processes that live after the grace period.
 
 A process of the job descends from the supervisor (Linux), also in its own session. If its parent ends, it becomes a child of the
-supervisor instead of init's (`adopt_orphans`). Without a supervisor, the processes below the launcher are left to a command.
+supervisor instead of init's. If the supervisor is killed, the kernel kills the launcher, and with it its ranks.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from lockstep.training import contract, files
+from lockstep.training import contract
 from lockstep.training.cli import search_path
 from lockstep.wire.progress import stat_of
 
@@ -36,13 +36,18 @@ MODULE = "lockstep.jobs.local.supervise"
 POLL_SECONDS = 0.05
 KILL_SECONDS = 10.0
 """Seconds to wait for a process after a KILL. A process that the kernel holds longer (state D) may never end."""
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
-def adopt_orphans() -> None:
-    """Makes this process the parent of each descendant whose own parent ends."""
+def _prctl(option: int, value: int) -> None:
+    """Asks the kernel (Linux) for the death signal of this process, or to adopt the descendants whose own parents end."""
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def _begin_as_launcher() -> None:
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
 
 def start_ticks(pid: int) -> int | None:
@@ -91,32 +96,22 @@ def send(pids: Sequence[int], number: int) -> None:
             os.kill(pid, number)
 
 
-def kill(rest: Callable[[], list[int]]) -> None:
-    """Sends KILL until `rest` returns no process, for `KILL_SECONDS` at most."""
+def _kill_descendants() -> None:
+    """Sends KILL until no process lives below this one, for `KILL_SECONDS` at most."""
     deadline = time.monotonic() + KILL_SECONDS
-    while (pids := rest()) and time.monotonic() < deadline:
+    while (pids := descendants(os.getpid())) and time.monotonic() < deadline:
         send(pids, signal.SIGKILL)  # in every round: processes may fork between the listing and the signal
         time.sleep(POLL_SECONDS)
 
 
-def record_end(folder: Path, run_dir: str, job: str, code: int | None, timed_out: bool = False) -> records.LocalEnd:
-    """Records how a job ended, once, when no process of it lives. The run's own status.json counts above `code`.
-
-    Args:
-        code: the launcher's exit code; None for a command that only queries, which does not wait for the disk.
-    """
-    write = files.replace if code is not None else files.publish
+def end_of(run_dir: str, job: str, code: int | None, timed_out: bool = False) -> records.LocalEnd:
+    """Returns how a job ended, when no process of it lives. The run's own status.json counts above `code`, the launcher's exit code."""
     status = records.reported(Path(run_dir), job)
     reason = ""
     if status is not None and status.code is not None:
         code, reason = status.code, status.reason
     over = timed_out and code not in (contract.EXIT_DONE, contract.EXIT_USAGE)
-    end = records.LocalEnd(code=code, reason=reason, timed_out=over, job=job)
-    now = files.read_json(folder / records.JOB)
-    if isinstance(now, dict) and now.get("job") == job:  # not submitted again meanwhile
-        with contextlib.suppress(OSError):  # a full disk: the next query tries again
-            write(folder / ENDED, (files.json_text(end.model_dump(), indent=1) + "\n").encode())
-    return end
+    return records.LocalEnd(code=code, reason=reason, timed_out=over, job=job)
 
 
 def here() -> str:
@@ -128,15 +123,20 @@ def here() -> str:
 
 
 def main(folder: Path) -> int:
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    if sys.stdin.buffer.read() != b"start":
+        return contract.EXIT_FAILED  # the command that submits was killed
     job = json.loads((folder / records.JOB).read_bytes())
     env = {**os.environ, "PATH": search_path(os.environ), **job["env"], contract.ENV_JOB: job["job"]}
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an inherited SIG_IGN would hide the launcher's end
-    adopt_orphans()
-    launcher = subprocess.Popen(job["command"], env=env, start_new_session=True)
-    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # not before: the launcher would inherit it
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    launcher = subprocess.Popen(
+        job["command"], env=env, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_begin_as_launcher
+    )
     records.Process(pid=launcher.pid, ticks=start_ticks(launcher.pid)).write(folder / RUNNING)
     code, timed_out = wait_for_end(launcher, job["time_limit"], job["grace"])
-    record_end(folder, job["run_dir"], job["job"], code, timed_out)
+    with contextlib.suppress(OSError):  # a full disk: each query computes the end again
+        end_of(job["run_dir"], job["job"], code, timed_out).write(folder / ENDED)
     return 0
 
 
@@ -163,9 +163,7 @@ def wait_for_end(launcher: subprocess.Popen[bytes], time_limit: float, grace: fl
             deadline = now + grace
             send([launcher.pid], signal.SIGTERM)
         if now >= deadline:
-            kill(
-                lambda: descendants(os.getpid())
-            )  # the loop waits for processes that survive this: until then the job has not ended
+            _kill_descendants()  # the loop waits for processes that survive this: until then the job has not ended
         # The end of a process that is no child sends no notification.
         seconds = POLL_SECONDS if rest else max(POLL_SECONDS, (deadline if asked else limit) - now)
         received = signal.sigtimedwait(_SIGNALS, seconds)

@@ -45,7 +45,6 @@ class SlurmBackend(Cluster):
     places: ClassVar = {"host": "slurm.host"}
     arrays = True
     rules = RULES
-    secrets_from = "set it in the environment, SLURM takes it along"
 
     def __init__(self, interval: float = 2.0, lost_after: float = 300.0) -> None:
         self.interval, self.lost_after = interval, lost_after
@@ -109,7 +108,7 @@ class SlurmBackend(Cluster):
     def create(self, job: Submission, old: JobRecord | None) -> SubmitResult:
         """Runs sbatch once, for a job or an array. The folder of `old` is removed when SLURM has the new job."""
         whole, runs, (sent,) = job.spec, job.runs or [job.spec], job.manifests
-        if old is not None and old.same(whole, self.name) and old.run_dir != sent["run_dir"]:
+        if old is not None and old.spec.same_job(whole, self.name) and old.run_dir != sent["run_dir"]:
             raise UserError(
                 f"{whole.name} has run in {old.run_dir}: submit it from the folder it was submitted from to resume it, or "
                 "choose another --name to start over here"

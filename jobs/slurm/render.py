@@ -24,9 +24,8 @@ from lockstep.training.contract import UserError
 from lockstep.wire import submitit_api
 
 from .. import lint, records, snapshots
-from ..manifest import Manifest, get, holds, without_none
+from ..manifest import Manifest, get, holds, size_in_bytes, without_none
 from ..spec.model import JobSpec, launch_command, rank_command, session_options
-from ..spec.types import size_in_bytes
 from .task import TrainingTask
 
 MARGIN_SECONDS = 30

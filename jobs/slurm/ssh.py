@@ -169,7 +169,7 @@ def _packed(spec: JobSpec, submits: bool) -> bytes:
 
     Raises `UserError`.
     """
-    spec, bundle = snapshots.checked(spec)
+    spec, bundle = snapshots.resolve(spec)
     plain, sent = spec.plain(), dict[str, bytes]()
     plain["slurm"] = {name: value for name, value in plain.get("slurm", {}).items() if name != "host"}
     if submits and spec.code is not None and spec.code.hash is not None:

@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import json
-import re
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
-from pydantic.fields import FieldInfo
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    ValidationInfo,
+    model_validator,
+)
+from pydantic_core import core_schema
 
 from lockstep.training.config import settings
 from lockstep.training.contract import BUCKET_URL
 
-_UNITS = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
 SIZE = r"^[1-9][0-9]{0,6}(Ki|Mi|Gi|Ti)$"
-DURATION = r"^(?=.)([1-9][0-9]{0,3}d)?([1-9][0-9]{0,4}h)?([1-9][0-9]{0,5}m)?([1-9][0-9]{0,6}s)?$"
+DURATION = r"^([1-9][0-9]{0,3}d)?([1-9][0-9]{0,4}h)?([1-9][0-9]{0,5}m)?([1-9][0-9]{0,6}s)?$"
 LABEL = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
 SUBDOMAIN = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
-PATH = r"^/[A-Za-z0-9._/-]*$"
+PATH = r"^(/(\.?[A-Za-z0-9_-][A-Za-z0-9._-]*)?)+$"
+"""An absolute path without `..`."""
 PATH_OR_BUCKET = f"{PATH}|^{BUCKET_URL}$"
 LOCAL_PATH = r"^[A-Za-z0-9._/][A-Za-z0-9._/ -]*$"
 VARIABLE = r"^[A-Za-z_][A-Za-z0-9_]{0,254}$"
 IMAGE = r"^[a-z0-9]([a-zA-Z0-9._/:@-]{0,510}[a-zA-Z0-9])?$"
-RESOURCE = r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$"
-LABEL_VALUE = r"^([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?$"
 WORD = r"^[A-Za-z0-9_][A-Za-z0-9_.,@+=-]{0,254}$"
 CONSTRAINT = r"^[A-Za-z0-9_][A-Za-z0-9_.,@+=*&|()\[\]!-]{0,254}$"
 MODULE = r"^[A-Za-z0-9_][A-Za-z0-9_./+-]{0,254}$"
@@ -38,39 +44,17 @@ class Section(settings.Section):
     model_config = ConfigDict(frozen=True)
 
 
-def size_in_bytes(text: str) -> int:
-    """Returns the bytes of a size: `32Gi` → 34359738368. Raises `ValueError` for anything but a whole number with Ki, Mi, Gi or Ti."""
-    if not re.fullmatch(SIZE, text):
-        raise ValueError(f"must be a size such as 512Mi or 32Gi (a whole number, then Ki, Mi, Gi or Ti), got {text!r}")
-    return int(text[:-2]) * _UNITS[text[-2:]]
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """A text of at most `longest` characters that matches the pattern. An error says what was `expected`."""
 
+    pattern: str
+    expected: str
+    longest: int
 
-def seconds(text: str) -> int:
-    """Returns the seconds of a duration: `1h30m` → 5400. Raises `ValueError` for anything but whole numbers with d, h, m, s in this
-    order."""
-    match = re.fullmatch(DURATION, text)
-    if not match or "\n" in text:
-        raise ValueError(f"must be a duration such as 90s, 30m, 2h or 1d12h, got {text!r}")
-    return sum(int(part[:-1]) * factor for part, factor in zip(match.groups(), (86400, 3600, 60, 1)) if part)
-
-
-def _check(pattern: str, expected: str, longest: int) -> AfterValidator:
-    def validate(text: str) -> str:
-        if len(text) > longest or not re.fullmatch(pattern, text) or "\n" in text:
-            raise ValueError(f"must be {expected}, got {text[:60]!r}")
-        return text
-
-    return AfterValidator(validate)
-
-
-def _size(text: str) -> str:
-    size_in_bytes(text)
-    return text
-
-
-def _duration(text: str) -> str:
-    seconds(text)
-    return text
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        text = core_schema.str_schema(pattern=self.pattern, min_length=1, max_length=self.longest, strict=True)
+        return core_schema.custom_error_schema(text, "text", custom_error_message=f"must be {self.expected}")
 
 
 def _plain(text: str) -> str:
@@ -96,71 +80,33 @@ def _json_only(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
-def _schema(pattern: str, **more: Any) -> FieldInfo:
-    field: FieldInfo = Field(json_schema_extra={"pattern": pattern, **more})
-    return field
-
-
-Size = Annotated[str, AfterValidator(_size), _schema(SIZE, examples=["32Gi"])]
-Duration = Annotated[str, AfterValidator(_duration), _schema(DURATION, examples=["2h", "1d12h"])]
-Label = Annotated[
-    str, _check(LABEL, "lower-case letters, digits and -, a letter first, at most 63", 63), _schema(LABEL, maxLength=63)
-]
-Subdomain = Annotated[str, _check(SUBDOMAIN, "lower-case letters, digits, - and .", 253), _schema(SUBDOMAIN)]
-AbsolutePath = Annotated[
-    str,
-    _check(PATH, "an absolute path of letters, digits, . _ - and /", 1024),
-    _schema(PATH),
-    AfterValidator(lambda path: _no_dots(path)),
-]
+Size = Annotated[str, Pattern(SIZE, "a size such as 512Mi or 32Gi (a whole number, then Ki, Mi, Gi or Ti)", 9)]
+Duration = Annotated[str, Pattern(DURATION, "a duration such as 90s, 30m, 2h or 1d12h", 28)]
+Label = Annotated[str, Pattern(LABEL, "lower-case letters, digits and -, a letter first, at most 63", 63)]
+Subdomain = Annotated[str, Pattern(SUBDOMAIN, "lower-case letters, digits, - and .", 253)]
+AbsolutePath = Annotated[str, Pattern(PATH, "an absolute path of letters, digits, . _ - and /, without ..", 1024)]
 AbsolutePathOrBucket = Annotated[
-    str,
-    _check(
-        PATH_OR_BUCKET, "an absolute path of letters, digits, . _ - and /, or s3://BUCKET/PREFIX (gs://, az://)", 1024
-    ),
-    _schema(PATH_OR_BUCKET),
-    AfterValidator(lambda path: path if "://" in path else _no_dots(path)),
+    str, Pattern(PATH_OR_BUCKET, "an absolute path, or s3://BUCKET/PREFIX (gs://, az://)", 1024)
 ]
-AnyPath = Annotated[
-    str, _check(LOCAL_PATH, "a path of letters, digits, spaces, . _ - and /", 1024), _schema(LOCAL_PATH)
-]
-Variable = Annotated[str, _check(VARIABLE, "a variable name of letters, digits and _", 255), _schema(VARIABLE)]
-Image = Annotated[str, _check(IMAGE, "an image such as registry/name:tag or name@sha256:…", 512), _schema(IMAGE)]
-Resource = Annotated[str, _check(RESOURCE, "a resource name such as rdma/hca_shared", 316), _schema(RESOURCE)]
-LabelKey = Annotated[str, _check(RESOURCE, "a label key such as example.com/pool", 316), _schema(RESOURCE)]
-LabelValue = Annotated[
-    str, _check(LABEL_VALUE, "a label value of letters, digits, - _ and ., at most 63", 63), _schema(LABEL_VALUE)
-]
-Word = Annotated[str, _check(WORD, "one word of letters, digits and _ . , @ + = -", 255), _schema(WORD)]
+AnyPath = Annotated[str, Pattern(LOCAL_PATH, "a path of letters, digits, spaces, . _ - and /", 1024)]
+Variable = Annotated[str, Pattern(VARIABLE, "a variable name of letters, digits and _", 255)]
+Image = Annotated[str, Pattern(IMAGE, "an image such as registry/name:tag or name@sha256:…", 512)]
+Word = Annotated[str, Pattern(WORD, "one word of letters, digits and _ . , @ + = -", 255)]
 SshHost = Annotated[
-    str,
-    _check(SSH_HOST, "a host of ssh such as login.example, me@login.example or login.example:/venv/bin/python", 500),
-    _schema(SSH_HOST),
+    str, Pattern(SSH_HOST, "a host of ssh: login.example, me@login.example or login.example:/venv/bin/python", 500)
 ]
-Constraint = Annotated[str, _check(CONSTRAINT, "features such as a100&nvlink", 255), _schema(CONSTRAINT)]
-Module = Annotated[str, _check(MODULE, "an environment module such as cuda/12.4", 255), _schema(MODULE)]
-Mount = Annotated[str, _check(MOUNT, "/path, /path:/inside or /path:/inside:ro", 2048), _schema(MOUNT)]
-ContainerImage = Annotated[
-    str, _check(CONTAINER_IMAGE, "an image such as registry/name:tag or /images/x.sqsh", 512), _schema(CONTAINER_IMAGE)
-]
+Constraint = Annotated[str, Pattern(CONSTRAINT, "features such as a100&nvlink", 255)]
+Module = Annotated[str, Pattern(MODULE, "an environment module such as cuda/12.4", 255)]
+Mount = Annotated[str, Pattern(MOUNT, "/path, /path:/inside or /path:/inside:ro", 2048)]
+ContainerImage = Annotated[str, Pattern(CONTAINER_IMAGE, "an image such as registry/name:tag or /images/x.sqsh", 512)]
 Text = Annotated[str, AfterValidator(_plain)]
-ShellLine = Annotated[str, AfterValidator(_plain), AfterValidator(lambda line: _one_line(line))]
+Name = Annotated[Text, Field(min_length=1, max_length=316)]
+"""A name that only the cluster reads, and checks."""
+ShellLine = Annotated[str, Pattern(r"^[^\n]*$", "one line: write one item per line", 10_000), AfterValidator(_plain)]
 Values = Annotated[dict[str, Any], AfterValidator(_json_only)]
 
 
-def _one_line(text: str) -> str:
-    if "\n" in text:
-        raise ValueError("must be one line: write one item per line")
-    return text
-
-
-def _no_dots(path: str) -> str:
-    if ".." in path.split("/"):
-        raise ValueError(f"must not hold .., got {path!r}")
-    return path
-
-
-PLACES: dict[str, tuple[str, ...]] = {"k8s": ("namespace", "context"), "slurm": ("host",), "compose": ()}
+PLACES = {"k8s": {"namespace", "context"}, "slurm": {"host"}}
 """Section → its settings that name the place of a job. They are no part of the job's identity."""
 
 
@@ -197,27 +143,8 @@ class Volume(Section):
 class SecretKey(Section):
     secret: Subdomain
     """Name of the Secret."""
-    key: LabelKey
+    key: Name
     """Key within it."""
-
-
-class Toleration(Section):
-    key: LabelKey | None = None
-    """Key of the taint; null, with `Exists`: every taint."""
-    operator: Literal["Exists", "Equal"] = "Exists"
-    """`Exists`: a taint with this key, whatever its value. `Equal`: one that also has this `value`."""
-    value: LabelValue | None = None
-    """Value of the taint, for `Equal`."""
-    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
-    """Effect of the taint; null: every effect."""
-
-    @model_validator(mode="after")
-    def _meaningful(self) -> Toleration:
-        if self.operator == "Exists" and self.value is not None:
-            raise ValueError("operator Exists takes no value: leave it out, or use Equal")
-        if self.operator == "Equal" and self.key is None:
-            raise ValueError("operator Equal needs a key")
-        return self
 
 
 class Kubernetes(Section):
@@ -242,15 +169,16 @@ class Kubernetes(Section):
     image_pull_policy: Literal["IfNotPresent", "Always", "Never"] = "IfNotPresent"
     """When a node pulls the image of a PyTorchJob: if it does not have it, at every start, or never (it was loaded onto the
     node by hand)."""
-    node_selector: dict[LabelKey, LabelValue] = Field(default_factory=dict)
+    node_selector: dict[Name, Name] = Field(default_factory=dict)
     """Labels that a node must have, e.g. `{example.com/pool: a100}`. Empty: any node."""
-    tolerations: list[Toleration] = Field(default_factory=list, max_length=50)
-    """Taints of nodes on which the pods may still run. Empty: none but those that the cluster adds to every pod."""
+    tolerations: list[Values] = Field(default_factory=list, max_length=50)
+    """Taints of nodes on which the pods may still run, as a pod has them, e.g. `{key: gpu, operator: Exists}`. Empty: none but those
+    that the cluster adds to every pod."""
     spread: Literal["required", "preferred", "none"] = "required"
     """One pod per host: always, if possible, or not required. With `none`, two nodes of a job may share a machine."""
-    gpu_resource: Resource = "nvidia.com/gpu"
-    """Resource that a GPU is requested as: the name that the cluster's device plugin gives it."""
-    rdma: dict[Resource, Annotated[int, Field(ge=1, le=64)]] = Field(default_factory=dict)
+    gpu_resource: Name = "nvidia.com/gpu"
+    """Name that a GPU is requested as: the name that the cluster's device plugin gives it."""
+    rdma: dict[Name, Annotated[int, Field(ge=1, le=64)]] = Field(default_factory=dict)
     """RDMA devices per node, e.g. `{rdma/hca_shared: 1}` or `{vpc.amazonaws.com/efa: 4}`."""
     hugepages: Size | None = None
     """hugepages-2Mi per node; EFA needs 5120Mi."""

@@ -15,7 +15,7 @@ from tests.containers.jobs import BOUND, SHORT, Jobs
 from tests.engine import docker, inspect
 from tests.events import weights_digest
 from tests.processes import PYTHON, ROOT, clean_env, poll
-from tests.product import JobSpec, UserError
+from tests.product import JobSpec
 from tests.terminal import at_a_terminal, until_shown
 
 pytestmark = [pytest.mark.containers, pytest.mark.promise("compose")]
@@ -183,7 +183,8 @@ def test_a_job_at_the_command_line_its_health_and_its_closed_root(jobs: Jobs, tm
     assert code == 0, said
     code, said = typed("submit", "compose", str(file))
     assert code == 0 and "submitted" in said, said
-    assert typed("diff", "compose", str(file)) == (0, "no difference\n")
+    code, said = typed("submit", "compose", str(file), "--dry-run")
+    assert code == 0 and "would attach" in said, said
     poll(saved(jobs, spec, 1), BOUND, "a checkpoint")
     poll(lambda: health(name) == "healthy", BOUND, "health")
     said = inside("touch /opt/x /app/x; cat /proc/1/cmdline | tr '\\0' ' '; grep Cap /proc/1/status")
@@ -197,17 +198,10 @@ def test_a_job_at_the_command_line_its_health_and_its_closed_root(jobs: Jobs, tm
     code, said = typed("logs", "compose", spec.name, "--rank", "0", "--tail", "5")
     assert '"event": "' in said and "[rank" not in said
     code, said = typed("cancel", "compose", spec.name)
-    assert code == 0 and "cancelled; the state is saved" in said, said
+    assert code == 0 and "cancelled; its containers had the grace period" in said, said
     code, said = typed("status", "compose", spec.name)
-    assert code == 75, said
-
-
-def test_an_image_of_ours_that_was_not_built_is_pulled_from_nowhere(jobs: Jobs) -> None:
-    unbuilt = JobSpec.of({"name": f"unbuilt-{jobs.suffix}", "recipe": "smoke", "image": "lockstep:never-built"})
-    with pytest.raises(UserError, match="lockstep:never-built is not on this machine"):
-        jobs.backend.submit(unbuilt)
-    found = {check.name: check.result for check in jobs.backend.doctor(unbuilt)}
-    assert found["image"] == "missing"
+    assert code == 2 and "there is no compose job" in said, said
+    assert json.loads((jobs.run(spec) / "status.json").read_text())["code"] == 75
 
 
 def test_code_of_ones_own_runs_as_it_was_submitted(jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

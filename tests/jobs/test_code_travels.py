@@ -190,22 +190,14 @@ def test_names_of_secrets_are_named(folder: Path, write: Write) -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "told"),
-    [
-        ("/etc/passwd", "a link that leads out of the folder"), ("..", "a link that leads out of the folder"),
-        ("nothing", "a link to nothing"), ("c", "a link to nothing"), (".", "a link to a folder"),
-        ("local.yaml", "a link to local.yaml, which does not travel"), (".git/config", "a link to .git/config, which"),
-        ("notes/big.txt", "a link to notes/big.txt, which"),
-    ],
-)  # fmt: skip
-def test_a_link_brings_nothing_along_that_does_not_travel_by_itself(
-    folder: Path, write: Write, target: str, told: str
-) -> None:
+    "target", ["/etc/passwd", "..", "nothing", "c", ".", "local.yaml", ".git/config", "notes/big.txt"]
+)
+def test_a_link_brings_nothing_along_that_does_not_travel_by_itself(folder: Path, write: Write, target: str) -> None:
     write("a.py", "local.yaml", "notes/big.txt", ".git/config")
     write(".gitignore", content="local.yaml\n")
     write(".lockstepignore", content="notes\n")
     (folder / "c").symlink_to(target)
-    assert f"code: c is {told}" in refused(folder)
+    assert f"code: c is a link to {target}, which does not travel" in refused(folder)
 
 
 def _socket() -> None:

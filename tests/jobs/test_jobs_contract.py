@@ -133,7 +133,7 @@ def test_a_job_from_submit_to_summary(bench: Bench) -> None:
     assert sorted(rank for part in found.ranks for rank in part.ranks) == [0, 1]
     assert sorted(backend.logs("hello")) == ["[rank 0] hello from 0", "[rank 1] hello from 1"]
     assert [(row.name, row.state) for row in bench.listed()] == [("hello", "succeeded")]
-    assert backend.require("hello").plain == spec.record(), "what is kept is whole, and has a version"
+    assert backend.require("hello").plain == spec.record(), "what is kept is whole"
     assert backend.drift(spec) == []
     assert backend.cancel("hello").state == "succeeded", "what has ended stays as it is"
     with pytest.raises(UserError, match="--replace"):
@@ -259,7 +259,7 @@ def test_a_command_in_a_rank(bench: Bench) -> None:
         with pytest.raises(UserError, match=said):
             backend.execute(name, ["true"], rank)
     backend.cancel("long")
-    with pytest.raises(UserError, match=r"has ended: cancelled|there is no"):
+    with pytest.raises(UserError, match=r"does not run: cancelled|there is no"):
         backend.execute("long", ["true"])
 
 

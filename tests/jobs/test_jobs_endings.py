@@ -53,25 +53,13 @@ def _lives(job: str) -> bool:
     return False
 
 
-@pytest.mark.parametrize(
-    ("killed", "ranks", "ending"), [("running", 2, ("failed", 1)), ("supervisor", 1, ("preempted", 75))]
-)
-def test_a_job_whose_launcher_or_supervisor_is_killed_ends_once_and_when_no_rank_lives(
-    backend: Any, tmp_path: Path, killed: str, ranks: int, ending: tuple[str, int]
-) -> None:
-    """With their launcher its ranks end at once. Without the supervisor they save at a signal: until then the job runs."""
-    spec = _submitted(backend, tmp_path, ranks)
+def test_a_job_whose_launcher_is_killed_ends_once_and_when_no_rank_lives(backend: Any, tmp_path: Path) -> None:
+    """With their launcher its ranks end at once."""
+    spec = _submitted(backend, tmp_path, 2)
     folder, run_dir, states = backend.folder / "held", tmp_path / "runs/jobs/held", set()
     job = json.loads((folder / "job.json").read_text())["job"]
-
-    def kill(name: str, number: int) -> None:
-        os.kill(json.loads((folder / f"{name}.json").read_text())["pid"], number)
-        states.add(backend.status("held").state)
-
-    kill(killed, 9)
-    if killed == "supervisor":  # the launcher does not know
-        kill("running", 15)
-        (tmp_path / "held").unlink()
+    os.kill(json.loads((folder / "running.json").read_text())["pid"], 9)
+    states.add(backend.status("held").state)
     deadline = time.monotonic() + BOUND
     while time.monotonic() < deadline:
         said = backend.status("held").state
@@ -80,12 +68,12 @@ def test_a_job_whose_launcher_or_supervisor_is_killed_ends_once_and_when_no_rank
         states.add(said)  # a rank lived on
         time.sleep(0.01)
     found = backend.wait("held", BOUND)
-    assert states == {"running"} and (found.state, found.code) == ending, (states, found)
+    assert states == {"running"} and (found.state, found.code) == ("failed", 1), (states, found)
     said = {"code": 0, "reason": "x", "step": 9, "attempt": 9, "job": "another"}
     (run_dir / "status.json").write_text(json.dumps(said))
     assert backend.status("held") == dataclasses.replace(found, goodput=None, slow_rank=None)
     (tmp_path / "held").unlink(missing_ok=True)
-    assert backend.submit(spec, *(["replace"] if ending[0] == "failed" else [])).created
+    assert backend.submit(spec, "replace").created
     assert (found := backend.wait("held", BOUND)).state == "succeeded", (found, "\n".join(backend.logs("held")))
     assert events(run_dir, "resumed")
 

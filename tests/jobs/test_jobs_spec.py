@@ -20,11 +20,11 @@ BASE: dict[str, Any] = {"name": "a", "recipe": "smoke"}
     ("text", "named"),
     [
         ("nodse: 2", "did you mean 'nodes'"), ("recipe: smok", "line 3: key 'recipe' twice"), ("overrides:\n  lrr: 1", "did you mean 'lr'"),
-        ("k8s:\n  quue: x", "did you mean 'queue'"), ("memory: 32GB", "memory"),
-        ("kubernetes: {}", "did you mean 'k8s'"), ("memory: 64", "a valid string, got 64"),
+        ("k8s:\n  quue: x", "did you mean 'queue'"),
+        ("kubernetes: {}", "did you mean 'k8s'"), ("memory: 64", "must be a size such as 512Mi"), ("memory: 32GB", "got '32GB'"),
         ("nodes: x\ngpus: y", "nodes must be a valid integer, got 'x'; gpus"), ("env: {A: 1}", "env.A"),
         ("volumes:\n  - claim: x\n    pth: /a", "did you mean 'path'"), ("name: b", "line 3: key 'name' twice"),
-        ("nodes: two", "nodes"), ("nodez:", "did you mean 'nodes'"), ("env:\n  A:", "env.A"),
+        ("nodes: two", "nodes"), ("nodez:", "did you mean 'nodes'"), ("env:\n  A:", "env.A"), ("volumes:", "volumes must be a valid list"),
         ("overrides: {epochz: null}", "did you mean 'epochs'"), ("run_dir: /", "run_dir"), ("command: [a]", "exactly one"),
         ("command: python a.py 3", "command must be a valid list"),
         ("- a", ""), ("env: &x {}\noverrides: *x", "aliases"),
@@ -39,23 +39,19 @@ def test_mistakes_name_the_setting_and_the_nearest_name(tmp_path: Path, text: st
     assert named in message and "\n" not in message and str(path) in message, message
 
 
-def test_null_in_a_file_is_a_value_and_an_empty_heading_an_empty_group(tmp_path: Path) -> None:
+def test_null_in_a_file_is_a_value(tmp_path: Path) -> None:
     """As with --set. It takes away what a profile says, and where there is no profile, a default or a rendered field."""
     path = tmp_path / "job.yaml"
     path.write_text(
-        "name: a\nrecipe: smoke\noverrides:\nvolumes:\nslurm: {account: null, qos: q}\nenv: {A: null, B: b}\n"
+        "name: a\nrecipe: smoke\nslurm: {account: null, qos: q}\nenv: {A: null, B: b}\n"
         "k8s: {run_as_user: null, patch: {spec: {runPolicy: {activeDeadlineSeconds: null}}}}\n"
     )
     spec = JobSpec.load(path, below={"slurm": {"account": "ours", "partition": "p"}, "env": {"A": "a"}})
     assert (spec.slurm.account, spec.slurm.qos, spec.slurm.partition, spec.env) == (None, "q", "p", {"B": "b"})
     assert (spec.k8s.run_as_user, spec.k8s.patch) == (None, {"spec": {"runPolicy": {"activeDeadlineSeconds": None}}})
-    assert (spec.overrides, list(spec.volumes)) == ({}, [])
     path.write_text("name: a\nrecipe: smoke\ncommand: null\ncode: null\njoin_timeout:\n")
     spec = JobSpec.load(path)
     assert (spec.command, spec.code, spec.join_timeout) == (None, None, None), "code: null sent the whole folder"
-    path.write_text("name: a\nrecipe: smoke\njoin_timeout: 10m\n")
-    with pytest.raises(UserError, match=r"job\.yaml with its profile.*join_timeout 10m is above time_limit 5m"):
-        JobSpec.load(path, below={"time_limit": "5m"})
 
 
 def _set(folder: Path, *words: str) -> Any:
@@ -85,11 +81,10 @@ def test_set_reads_as_that_of_a_recipe(tmp_path: Path) -> None:
 
 
 def test_live_reaches_the_launcher(tmp_path: Path) -> None:
-    """And a job without it is recorded as it was before there was the setting."""
     for words, live in ((), False), (("live=true", "overrides.sync.name=exact"), True):
         done = _set(tmp_path, *words)
         node = yaml.safe_load(done.stdout)["services"]["node-0"]
-        assert ("--live" in node["command"]) == live == ("live" in json.loads(node["labels"]["lockstep/spec"])), done
+        assert ("--live" in node["command"]) == live, done
 
 
 @pytest.mark.parametrize(
@@ -104,8 +99,8 @@ def test_live_reaches_the_launcher(tmp_path: Path) -> None:
         {"env": {"A": "1"}, "secrets": {"A": {"secret": "s", "key": "k"}}}, {"secrets": {"A": "literal"}},
         {"slurm": {"partition": "a b"}},
         {"slurm": {"account": "a\n#SBATCH --wrap=x"}}, {"k8s": {"run_as_user": 0}}, {"k8s": {"patch": {1: 2}}},
-        {"k8s": {"rdma": {"rdma/a": 0}}}, {"k8s": {"node_selector": {"a": "b c"}}}, {"overrides": {"epochs": "x"}},
-        {"env": {"A": "x" * 200_000}}, {"volumes": [{"claim": "a", "path": "/tmp/"}]},
+        {"k8s": {"rdma": {"rdma/a": 0}}}, {"overrides": {"epochs": "x"}},
+        {"volumes": [{"claim": "a", "path": "/tmp/"}]},
         {"volumes": [{"claim": "a", "path": "/a"}, {"claim": "b", "path": "/a/"}]},
     ],
 )  # fmt: skip
@@ -128,13 +123,11 @@ def test_yaml_flags_and_python_make_the_same_job(tmp_path: Path) -> None:
     assert JobSpec.of({**BASE, **written_out}).hash() == JobSpec.of(BASE).hash(), "a default is the same job"
 
 
-def test_a_stored_spec_is_read_by_the_version_that_stored_it() -> None:
-    sparse: dict[str, Any] = {"name": "old", "recipe": "smoke", "gpus": 4, "k8s": {"queue": "gpu"}}
-    new = JobSpec.of(sparse)
-    assert JobSpec.recorded("new", new.record()) == new
-    for version in (2, 5, "2", None, [1]):
-        with pytest.raises(UserError, match="is of version"):
-            JobSpec.recorded("old", {**sparse, "version": version})
+def test_a_record_is_whole_and_one_of_another_version_is_refused_by_the_setting_that_is_unknown() -> None:
+    spec = JobSpec.of({"name": "new", "recipe": "smoke", "gpus": 4, "k8s": {"queue": "gpu"}})
+    assert JobSpec.recorded("new", spec.record()) == spec
+    with pytest.raises(UserError, match="the record of old: unknown setting 'warp_drive'"):
+        JobSpec.recorded("old", {**spec.record(), "warp_drive": 9})
 
 
 @pytest.mark.promise("gpu-standin")

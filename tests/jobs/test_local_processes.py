@@ -89,12 +89,12 @@ def test_a_job_beyond_its_time_limit_leaves_no_process(backend: Any, tmp_path: P
     assert (found.state, found.code, _alive(pids)) == ("timed_out", 124, []), found
 
 
-def test_a_job_without_its_supervisor_is_ended_by_the_command(backend: Any, tmp_path: Path) -> None:
-    """The supervisor is gone. `cancel` ends the launcher and every process below it. A process that has left it lives on."""
-    pids = _submitted(backend, tmp_path)
+def test_without_its_supervisor_a_job_is_lost_and_its_launcher_ends(backend: Any, tmp_path: Path) -> None:
+    _submitted(backend, tmp_path)
+    launcher = json.loads((backend.folder / "deaf/running.json").read_text())["pid"]
     os.kill(_supervisor(backend), signal.SIGKILL)
-    assert backend.cancel("deaf").state == "cancelled"
-    assert _alive(pids[:1]) == []
+    poll(lambda: _alive([launcher]) == [], BOUND, "the launcher ends")
+    assert (found := backend.wait("deaf", BOUND)).state == "lost", found
 
 
 def test_a_rank_whose_launcher_died_before_it_asked_ends_below_a_supervisor_too() -> None:

@@ -47,7 +47,7 @@ def test_a_command_runs_in_the_pod_of_its_rank(backend: Any, pods: Cluster, tmp_
     told = beside(Bench(backend, tmp_path), "long", "sh", "-c", "printf oh >&2; exit 7")
     assert told[0] == 7 and told[2].startswith(b"oh"), "an exit code, whatever the last line of errors looks like"
     put(pods, "long-worker-1", "Pending")
-    with pytest.raises(UserError, match="long has not started: pending"):
+    with pytest.raises(UserError, match="long does not run: pending"):
         beside(Bench(backend, tmp_path), "long", "true", rank=1)
 
 

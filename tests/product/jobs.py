@@ -62,9 +62,9 @@ def manifests(name: str, spec: JobSpec) -> tuple[list[dict[str, Any]], str]:
 def findings(name: str, spec: JobSpec, objects: list[dict[str, Any]] | None = None) -> dict[str, Any]:
     """What the rules of a cluster's backend find in a job, or in other objects for it: id → finding."""
     rules = _backend.backend_of(name).rules
-    spec, code = _snapshots.resolve(spec)
+    spec, _ = _snapshots.resolve(spec)
     given = manifests(name, spec)[0] if objects is None else objects
-    return {item.id: item for item in rules.apply(spec, given, None if code is None else code.paths)}
+    return {item.id: item for item in rules.apply(spec, given)}
 
 
 def rules(name: str) -> set[str]:

@@ -41,7 +41,7 @@ def test_a_command_is_on_the_ranks_node_of_that_part_of_the_array(bench: Bench) 
         assert found[0][2] != found[1][2], "each on its node"
     bench.backend.submit(bench.command("later", WAITS, slurm=LATER))
     done = lockstep("exec", "slurm", "later", "--", "true")
-    assert done.returncode == 2 and "later has not started" in done.stderr, done
+    assert done.returncode == 2 and "later does not run" in done.stderr, done
 
 
 def test_no_command_comes_into_a_container(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

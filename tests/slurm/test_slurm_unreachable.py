@@ -22,7 +22,7 @@ pytestmark = pytest.mark.promise("slurm-truth")
 
 EXIT_UNREACHABLE, EXIT_LOST = 69, 4
 
-STATUS, LOGS, CANCEL, DIFF = (("status", "mine"), ("logs", "mine"), ("cancel", "mine"), ("diff", "FILE"))
+STATUS, LOGS, CANCEL = ("status", "mine"), ("logs", "mine"), ("cancel", "mine")
 SUBMIT, REPLACE = ("submit", "FILE"), ("submit", "FILE", "--replace")
 WAIT, EXEC, LIST = ("wait", "mine", "--timeout", "0"), ("exec", "mine", "--", "true"), ("list",)
 
@@ -39,7 +39,7 @@ def test_whether_an_interrupted_submission_is_there_is_not_known(site: Site) -> 
     """sbatch's answer is lost, and with it the job's number, and squeue does not answer. No command says whether there is a job."""
     site.record(job_id=None)
     site.down("squeue")
-    for words in (STATUS, LOGS, CANCEL, DIFF, SUBMIT, REPLACE, WAIT, LIST):
+    for words in (STATUS, LOGS, CANCEL, SUBMIT, REPLACE, WAIT, LIST):
         unanswered(site, words)
     site.up("squeue")
     site.does("squeue", f"echo '7|{COMMENT}'")

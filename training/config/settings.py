@@ -125,17 +125,6 @@ def override(values: dict[str, Any], model: type[BaseModel], overrides: Iterable
     return result
 
 
-def empty(model: type[BaseModel], name: str) -> dict[str, Any] | list[Any] | None:
-    """Returns the value of an empty heading: {} for a group or a mapping, [] for a list, else None. What may be null is None."""
-    whole = model.model_fields[name].annotation if name in model.model_fields else None
-    hint = bare(whole)
-    if hint != whole:  # it may be null
-        return None
-    if is_section(hint) or typing.get_origin(hint) is dict:
-        return {}
-    return [] if typing.get_origin(hint) is list else None
-
-
 def assignments(model: type[BaseModel], overrides: Iterable[str]) -> Iterator[tuple[str, Any]]:
     """(dotted name, value) of each NAME=VALUE. NAME is a full one (`optim.lr`), a last part that is unique (`lr`), or one
     within a mapping (`model_options.width`). Text that is always text is taken as it stands, all else is YAML.

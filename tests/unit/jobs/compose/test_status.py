@@ -25,18 +25,18 @@ def node(state: int | str | dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "run_status", "cancelled", "state", "code"),
+    ("nodes", "run_status", "state", "code"),
     [
-        ([0, 0], None, False, "succeeded", 0), ([1, 75], None, False, "failed", 1), ([2, 1], None, False, "failed", 2),
-        ([75, 75], None, False, "preempted", 75), ([75, 75], None, True, "cancelled", 75), ([137, 1], None, True, "cancelled", 75),
-        ([124, 75], STOPPED, False, "timed_out", 124), ([1, 1], STOPPED, False, "preempted", 75),
-        ([{"ExitCode": 137, "OOMKilled": True}, 1], None, False, "failed", 1),
-        (["running", 0], UNDER_WAY, False, "running", 0), (["running", 137], None, False, "restarting", 0),
-        (["running", "paused"], None, False, "running", 0), (["created", "created"], None, False, "pending", 0),
-        ([{"Status": "created", "Error": "no such device"}, "created"], None, False, "failed", 1),
+        ([0, 0], None, "succeeded", 0), ([1, 75], None, "failed", 1), ([2, 1], None, "failed", 2),
+        ([75, 75], None, "preempted", 75),
+        ([124, 75], STOPPED, "timed_out", 124), ([1, 1], STOPPED, "preempted", 75),
+        ([{"ExitCode": 137, "OOMKilled": True}, 1], None, "failed", 1),
+        (["running", 0], UNDER_WAY, "running", 0), (["running", 137], None, "restarting", 0),
+        (["running", "paused"], None, "running", 0), (["created", "created"], None, "pending", 0),
+        ([{"Status": "created", "Error": "no such device"}, "created"], None, "failed", 1),
     ],
 )  # fmt: skip
-def test_what_containers_mean(nodes: list[Any], run_status: Any, cancelled: bool, state: str, code: int) -> None:
-    found = status_from_containers([node(each) for each in nodes], SPEC, run_status, cancelled)
+def test_what_containers_mean(nodes: list[Any], run_status: Any, state: str, code: int) -> None:
+    found = status_from_containers([node(each) for each in nodes], SPEC, run_status)
     assert (found.state, found.code) == (state, code), found
     assert "OOMKilled" in found.reason or not any(isinstance(each, dict) and "OOMKilled" in each for each in nodes)
