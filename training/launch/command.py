@@ -24,7 +24,6 @@ import torch
 from torch.distributed import DistError
 
 from lockstep.wire import payload
-from lockstep.wire.hangs import Hangs
 from lockstep.wire.signals import FORWARDED
 
 from ..cli import PROGRAM, Parser, count, positive
@@ -80,7 +79,7 @@ def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
         with tempfile.TemporaryDirectory(prefix="lockstep-", ignore_cleanup_errors=True) as folder:
             note = Path(folder) / "run"
             os.environ[ENV_NOTE] = str(note)
-            code, final, first = _run(args, nodes, attempts, Hangs(Path(folder)))
+            code, final, first = _run(args, nodes, attempts)
             if code == EXIT_FAILED and args.exit_codes == "plain":
                 _tell_saved(note)
     except NotMet as error:
@@ -98,7 +97,7 @@ def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
     return code if final else cluster_code(code, args.exit_codes, attempts.used, args.max_restarts)
 
 
-def _run(args: argparse.Namespace, nodes: Meeting, attempts: Attempts, hangs: Hangs) -> tuple[int, bool, bool]:
+def _run(args: argparse.Namespace, nodes: Meeting, attempts: Attempts) -> tuple[int, bool, bool]:
     """Returns (exit code of the ranks, whether another node has ended the job with this code, whether this node leaves first). If another
     node has ended the job, no cluster may restart this node. Raises `NotMet`."""
 
@@ -111,7 +110,7 @@ def _run(args: argparse.Namespace, nodes: Meeting, attempts: Attempts, hangs: Ha
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)  # they were held back until here
         store, number = opened(nodes)
-        group = NodeAgent(args, nodes, attempts, hangs) if number else Coordinator(args, nodes, attempts, hangs, store)
+        group = NodeAgent(args, nodes, attempts) if number else Coordinator(args, nodes, attempts, store)
         group.catch(began)
         if isinstance(group, NodeAgent):
             ending = group.run(store, number)

@@ -24,7 +24,6 @@ from typing import Any, NoReturn, TextIO
 
 import filelock
 
-from lockstep.wire.hangs import Hangs
 from lockstep.wire.signals import FORWARDED, PendingSignals
 
 from .. import files
@@ -214,11 +213,10 @@ class WorkerGroup:
         args: the launcher's flags, with the `command` of a rank. `ours`: whether the ranks are `python -m lockstep.training run`, which
             saves on a signal, and not an unknown program. `caught`: the caught signals. The ranks ignore the signals that this process
             ignores (nohup), too.
-        hangs: the watcher of ranks that make no progress.
     """
 
-    def __init__(self, args: argparse.Namespace, meeting: Meeting, attempts: Attempts, hangs: Hangs) -> None:
-        self.args, self.meeting, self.attempts, self._hangs = args, meeting, attempts, hangs
+    def __init__(self, args: argparse.Namespace, meeting: Meeting, attempts: Attempts) -> None:
+        self.args, self.meeting, self.attempts = args, meeting, attempts
         self.workers = Workers(args.command, prefix=args.prefix, blocked=args.ours)
         self.signalled: int | None = None
         self.timed_out = False
