@@ -122,7 +122,6 @@ class Coordinator(WorkerGroup):
         self._overdue: set[int] = set()
         """Ranks that were killed at the end of the grace period."""
         self._store = stores.tcp_store(self.meeting.address, 0, serves=True, seconds=STORE_SECONDS)
-        self._store.set(stores.NODES, json.dumps([slot.ranks for slot in self._nodes.slots]))
         self._begin()
         self._announce()
         self._stops = False

@@ -146,10 +146,8 @@ class Live:
         else:
             self._store = stores.without_prefix(dist.distributed_c10d._get_default_store())
             self._peers = world.peers
-        self._nodes = [
-            node for node, ranks in enumerate(stores.numbers(self._store, stores.NODES)) for _ in range(ranks)
-        ]
-        """Rank → its node, for all ranks that were started."""
+        self._started = world.rank if world.replacement else world.size
+        """The number of ranks that were started."""
         of_node = int(os.environ[ENV_LIVE]) if world.nodes > 1 else 0
         self._announced_seconds = ANNOUNCED_SECONDS + of_node
         before = process.connections()
@@ -258,7 +256,7 @@ class Live:
             take_part: joins the collectives of `admit`'s `state`.
         """
         world, number = self.world, self.world.replacement
-        self._gone = {rank: how for rank in range(len(self._nodes)) if (how := self._ended_how(rank))}
+        self._gone = {rank: how for rank in range(self._started) if (how := self._ended_how(rank))}
         self._store.set(stores.prepared(number), "1")
         self._store.add(stores.WAITING, 1)
         while not self._store.check([stores.admitted(number)]):
@@ -493,11 +491,7 @@ class Live:
         self.check()  # what was announced meanwhile has shut the connections before
         store.set_timeout(timedelta(seconds=self._timeout))
         self.world.group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=self._timeout))
-        world = self.world
-        world.rank, world.size = members.index(self.rank), len(members)
-        here = [rank for rank in members if self._nodes[rank] == self._nodes[self.rank]]
-        world.local_rank, world.local_size = here.index(self.rank), len(here)
-        world.nodes = len({self._nodes[rank] for rank in members})
+        self.world.rank, self.world.size = members.index(self.rank), len(members)
         return began
 
     def _until_said(self, keys: list[str], seconds: float) -> bool:
