@@ -111,9 +111,9 @@ class Live:
     def __init__(self, world: World, timeout: float) -> None:
         assert world.master is not None
         self.world, self._timeout = world, timeout
-        self.regrouped: Callable[[dict[int, str], list[int], dict[str, float]], None] = lambda *_: None
-        """Called after the ranks have met again, with the lost ranks (rank → how it ended), the admitted ranks and phase → seconds. Ranks
-        are initial ranks. The function must make no calls."""
+        self.regrouped: Callable[[dict[int, str], list[int], float], None] = lambda *_: None
+        """Called after the ranks have met again, with the lost ranks (rank → how it ended), the admitted ranks, and the seconds that this
+        took. Ranks are initial ranks. The function must make no calls."""
         self.rank = world.initial_rank
         """The initial rank of this process, by which the launcher names it."""
         self.done = 0
@@ -387,15 +387,14 @@ class Live:
         result: Results | None = None
         lost: dict[int, str] = {}
         joined: list[int] = []
+        began = time.monotonic()
         while True:
-            began = time.monotonic()
             with self._news:
                 self._news.wait_for(lambda: self._announced[0] > self.world.generation, self._announced_seconds)
                 generation, members = self._announced
                 self._news.wait_for(lambda: self._ended >= generation, self._timeout)  # noqa: B023 - called at once
             if generation <= self.world.generation:
                 raise failure
-            announced = time.monotonic()
             if self.rank not in members:
                 raise RestartRequired(f"the launcher takes rank {self.rank} for lost: all ranks have to start again")
             self.world.generation = generation
@@ -404,8 +403,7 @@ class Live:
             self._newcomers = [rank for rank in [*self._newcomers, *new] if rank in members]
             lost |= self._note_lost(members)
             try:
-                here = self._join_in_time(members)
-                met = time.monotonic()
+                self._join_in_time(members)
                 received = self._catch_up()
                 result = received if received is not None else result
             except RestartRequired:
@@ -413,13 +411,7 @@ class Live:
             except (_Superseded, RuntimeError, ValueError) as error:
                 failure = _without_frames(error)
                 continue
-            seconds = {
-                "announced": announced - began,
-                "here": here - announced,
-                "met": met - here,
-                "sent": time.monotonic() - met,
-            }
-            self.regrouped(lost, joined, seconds)
+            self.regrouped(lost, joined, time.monotonic() - began)
             return result
 
     def _note_lost(self, members: list[int]) -> dict[int, str]:
@@ -436,17 +428,17 @@ class Live:
         key = stores.ended(rank)
         return stores.said(self._store, key, r"[ -~]+")
 
-    def _join_in_time(self, members: list[int]) -> float:
-        """Forms the group in several attempts. Returns the time (`time.monotonic`) when all ranks had come. Raises `_Superseded`,
-        `RestartRequired`.
+    def _join_in_time(self, members: list[int]) -> None:
+        """Forms the group in several attempts. Raises `_Superseded`, `RestartRequired`.
 
         If a rank is lost while gloo connects the others, they wait until gloo times out. So the first attempts have little time.
         """
         for attempt in range(ATTEMPTS):
             try:
-                return self._join(
+                self._join(
                     f"lockstep/live/meeting/{self.world.generation}.{attempt}", members, MEET_SECONDS * 2**attempt
                 )
+                return
             except RestartRequired:
                 raise
             except (RuntimeError, ValueError) as error:
@@ -456,7 +448,7 @@ class Live:
             f"{self._who()}, and the others could not connect again ({reason}): all ranks have to start again"
         )
 
-    def _join(self, prefix: str, members: list[int], seconds: float) -> float:
+    def _join(self, prefix: str, members: list[int], seconds: float) -> None:
         """Makes one attempt. Raises `RuntimeError`, too.
 
         Args:
@@ -473,7 +465,7 @@ class Live:
                 f"{self._who()}, and rank {', '.join(missing)} has not met the others within {self._timeout:g} s: "
                 "all ranks have to start again"
             )
-        began, before = time.monotonic(), process.connections()
+        before = process.connections()
         dist.init_process_group(
             "gloo", store=dist.PrefixStore(f"{prefix}/group", store), rank=members.index(self.rank),
             world_size=len(members), timeout=timedelta(seconds=seconds),
@@ -492,7 +484,6 @@ class Live:
         store.set_timeout(timedelta(seconds=self._timeout))
         self.world.group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=self._timeout))
         self.world.rank, self.world.size = members.index(self.rank), len(members)
-        return began
 
     def _until_said(self, keys: list[str], seconds: float) -> bool:
         """Returns whether the store has all keys in time. Raises `_Superseded`."""
