@@ -62,7 +62,9 @@ def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
         os.environ.pop(name, None)
     payload.enter(args)
     if shutil.which(args.command[0]) is None:
-        raise UserError(f"launch: {_why_not(args.command[0])}")
+        raise UserError(
+            f"launch: {args.command[0]} is no executable program on PATH: write ./{args.command[0]}, or put its interpreter before it"
+        )
     args.command = exec_rank.wrapped(args.command)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // args.ranks)))
     os.environ[ENV_LAUNCHER] = str(os.getpid())
@@ -257,16 +259,6 @@ def rank_count(text: str, command: list[str]) -> int:
     if not re.fullmatch(r"[1-9]\d{0,3}", text):
         raise UserError(f"--ranks must be a number from 1, or auto; got {text!r}")
     return int(text)
-
-
-def _why_not(program: str) -> str:
-    """Returns why a program cannot be started, and the remedy."""
-    if not os.path.isfile(program):
-        return f"there is no program {program!r}"
-    if os.access(program, os.X_OK):
-        return f"{program} is in this folder, and not on PATH: write ./{program}"
-    interpreter = "python" if program.endswith(".py") else "sh"
-    return f"{program} is not executable: put its interpreter before it, as in -- {interpreter} {program}"
 
 
 def _tell_saved(note: Path) -> None:
