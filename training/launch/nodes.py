@@ -6,7 +6,7 @@ that is read twice, late or not at all does no harm. A store authenticates no cl
 there. So both are JSON with an HMAC by a secret of the job. Nothing is unpickled, and a value without a valid HMAC counts as missing.
 
 A pod that pulls its image for twenty minutes is no failure of the other nodes. So the launcher tries connection and join until
-`--join-timeout`, and prints the number of missing nodes once a minute.
+`--join-timeout`, after one line about the wait.
 
 A node without a new report for `--lost-seconds` (15 without `--live`) is lost. It has ended its own ranks by then: a launcher whose
 reports have not arrived for half of that time kills them. So no rank writes into the run directory when the others take over its work.
@@ -36,7 +36,6 @@ from ..contract import ENV_SECRET, EXIT_FAILED, EXIT_USAGE, MASTER_PORT, UserErr
 from ..limits import (
     HEARD_SECONDS,
     LEAVE_SECONDS,
-    MISSING_NODES_SECONDS,
     NODE_LOOK_SECONDS,
     STORE_SECONDS,
 )
@@ -192,7 +191,7 @@ def joined(wanted: Meeting) -> tuple[SignedStore, int]:
         NotMet: no node has served it within the join timeout.
     """
     timeout, address = wanted.join_seconds, wanted.host_and_port
-    began = last_report = time.monotonic()
+    began, waits = time.monotonic(), False
     while True:
         try:
             # In Python first: a signal ends this wait at once, and not the one in torch's store.
@@ -202,13 +201,13 @@ def joined(wanted: Meeting) -> tuple[SignedStore, int]:
             problem = error.strerror or str(error)
         except (ValueError, RuntimeError) as error:  # torch's DistError among them
             problem = str(error).splitlines()[0]
-        now = time.monotonic()
-        if now - began >= timeout:
+        left = began + timeout - time.monotonic()
+        if left <= 0:
             raise NotMet(f"there was no answer at {wanted.endpoint} for {timeout:g} s: {problem}")
-        if now - last_report >= MISSING_NODES_SECONDS:
-            last_report = now
-            to_stderr(f"launch: no answer at {wanted.endpoint} yet ({problem}): {waiting(now - began, timeout)}")
-        time.sleep(min(1.0, max(0.0, timeout - (now - began))))
+        if not waits:
+            waits = True
+            to_stderr(f"launch: waits for {wanted.endpoint}, up to {timeout:g} s ({problem})")
+        time.sleep(min(1.0, left))
 
 
 def _tcp_store(wanted: Meeting, serves: bool) -> Store:
@@ -372,7 +371,7 @@ class Nodes:
         Args:
             over: called during the wait; returns whether to end the wait.
         """
-        began = last_report = time.monotonic()
+        began, waits = time.monotonic(), False
         nodes, seconds = self._meeting.nodes, self._meeting.join_seconds
         while True:
             self._look()
@@ -381,16 +380,14 @@ class Nodes:
                 for number, other in sorted(self._others.items())
                 if other.came >= began and self._may_join(other)  # an earlier report may be of a node that is gone
             ]
-            now, missing = time.monotonic(), nodes - 1 - len(here)
+            missing = nodes - 1 - len(here)
             if missing <= 0 or over():
                 break
-            if now - began > seconds:
+            if time.monotonic() - began > seconds:
                 raise NotMet(f"{missing} of {nodes} nodes did not come within {seconds:g} s")
-            if now - last_report > MISSING_NODES_SECONDS:
-                last_report = now
-                to_stderr(
-                    f"launch: {len(here) + 1} of {nodes} nodes are here, {missing} missing: {waiting(now - began, seconds)}"
-                )
+            if not waits:
+                waits = True
+                to_stderr(f"launch: waits for {missing} of {nodes} nodes, up to {seconds:g} s")
             time.sleep(NODE_LOOK_SECONDS)
         chosen = sorted(here, key=lambda number: (not self._has_slot(number), number))[: nodes - 1]
         slots = self.slots[:1]
@@ -504,7 +501,3 @@ class Nodes:
             other.leaving = other.leaving + passed if other.report.leaves else 0.0
             if other.silent > self._lost_seconds and not self._has_slot(number):
                 del self._others[number]
-
-
-def waiting(elapsed: float, timeout: float) -> str:
-    return f"waiting, {elapsed:.0f} s of {timeout:.0f} s"
