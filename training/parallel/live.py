@@ -94,6 +94,10 @@ class World:
         """The initial ranks of all processes that train now."""
         return range(self.size) if self.live is None else self.live.members
 
+    def retryable(self, compute: Callable[[], Results], changes: bool = False) -> Results:
+        """Returns the result of `compute`, which `Live.retryable` calls under `launch --live`. Collective."""
+        return compute() if self.live is None else self.live.retryable(compute, changes)
+
     @property
     def group(self) -> dist.ProcessGroup:
         """The process group of all ranks. Each access asks torch: a reference here would keep a destroyed group alive."""
