@@ -56,7 +56,7 @@ class Coordinator(WorkerGroup):
         Raises:
             OSError: a rank cannot be started.
             Interrupted: a signal ends the launcher before the ranks have started.
-            NotMet: not all nodes came.
+            CannotMeet: not all nodes came.
         """
         self._allowed = self.attempts.left
         try:
@@ -74,17 +74,18 @@ class Coordinator(WorkerGroup):
         finally:
             self._end_all()
 
-    def part(self, code: int, final: bool, codes: Iterable[int]) -> Ending:
-        """Announces the end of the job to the other nodes. Returns the announcement.
+    def part(self, code: int, codes: Iterable[int], final: bool = False) -> bool:
+        """Announces the end of the job to the other nodes. Returns whether this node leaves first.
 
         Args:
             codes: the failed ranks. The node of the first failed rank leaves first, else this node. Clusters end a job with the first node
                 that leaves, and remove the others' logs.
+            final: whether no cluster may restart a node, even with restarts left.
         """
         first = next((self._nodes.slots.index(self._slot(rank)) for rank in sorted(codes)), 0)
-        ending = Ending(code=code, final=final, first=first)
-        self._nodes.part(ending)
-        return ending
+        final = final or (code == EXIT_FAILED and self.attempts.left <= 0)
+        self._nodes.part(Ending(code=code, final=final, first=first))
+        return first == self.index
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         pids, ends = self.workers.pids(), self._ends(number)

@@ -32,7 +32,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch.distributed import HashStore, PrefixStore, Store
 from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
 
-from ..contract import ENV_SECRET, EXIT_FAILED, EXIT_USAGE, MASTER_PORT, UserError, to_stderr
+from ..contract import ENV_SECRET, EXIT_FAILED, MASTER_PORT, UserError, to_stderr
 from ..limits import (
     HEARD_SECONDS,
     LEAVE_SECONDS,
@@ -58,20 +58,17 @@ FOREIGN = (
 )
 
 
-class NotMet(Exception):
-    """An error for nodes that did not meet in time. A restart of this node would not help."""
-
-
 class CannotMeet(Exception):
-    """An error for a node that can neither serve nor use the store of the rendezvous."""
+    """An error for nodes that do not meet: in time, or at this store.
 
-    code = EXIT_FAILED
+    Args:
+        code: exit code of the launcher.
+        final: whether no cluster may restart this node, because it has not failed.
+    """
 
-
-class Foreign(CannotMeet):
-    """An error for a value in the store that is not signed with this node's secret. A restart of this node would not help."""
-
-    code = EXIT_USAGE
+    def __init__(self, message: str, code: int = EXIT_FAILED, final: bool = False) -> None:
+        super().__init__(message)
+        self.code, self.final = code, final
 
 
 Document = TypeVar("Document", bound=BaseModel)
@@ -167,7 +164,7 @@ class Meeting:
 def opened(wanted: Meeting) -> tuple[SignedStore, int]:
     """Returns (store, 0) if this node serves the store and decides, else the result of `joined`.
 
-    The only node of a job has the store in its memory. Raises `CannotMeet`, and `NotMet` as `joined`.
+    The only node of a job has the store in its memory. Raises `CannotMeet`.
     """
     if wanted.nodes == 1:
         return _signed(wanted, HashStore(), 0)
@@ -181,14 +178,14 @@ def opened(wanted: Meeting) -> tuple[SignedStore, int]:
             return _signed(wanted, _tcp_store(wanted, serves=True), 0)
         return _signed(wanted, _tcp_store(wanted, serves=False), 1)
     except (OSError, ValueError, RuntimeError) as error:
-        raise CannotMeet(str(error)) from error
+        raise CannotMeet(f"the nodes did not meet at {wanted.endpoint}: {str(error).splitlines()[0]}") from error
 
 
 def joined(wanted: Meeting) -> tuple[SignedStore, int]:
     """Waits until a node serves the store. Returns the store, and the number of this launcher among those that have come.
 
     Raises:
-        NotMet: no node has served it within the join timeout.
+        CannotMeet: no node has served it within the join timeout.
     """
     timeout, address = wanted.join_seconds, wanted.host_and_port
     began, waits = time.monotonic(), False
@@ -203,7 +200,8 @@ def joined(wanted: Meeting) -> tuple[SignedStore, int]:
             problem = str(error).splitlines()[0]
         left = began + timeout - time.monotonic()
         if left <= 0:
-            raise NotMet(f"there was no answer at {wanted.endpoint} for {timeout:g} s: {problem}")
+            why = f"there was no answer at {wanted.endpoint} for {timeout:g} s: {problem}: giving up"
+            raise CannotMeet(why, final=True)
         if not waits:
             waits = True
             to_stderr(f"launch: waits for {wanted.endpoint}, up to {timeout:g} s ({problem})")
@@ -366,7 +364,7 @@ class Nodes:
         self._looked = -math.inf
 
     def gather(self, over: Callable[[], bool]) -> None:
-        """Waits for the nodes, and gives each a slot, nodes of the last round first. Raises `NotMet`.
+        """Waits for the nodes, and gives each a slot, nodes of the last round first. Raises `CannotMeet`.
 
         Args:
             over: called during the wait; returns whether to end the wait.
@@ -384,7 +382,8 @@ class Nodes:
             if missing <= 0 or over():
                 break
             if time.monotonic() - began > seconds:
-                raise NotMet(f"{missing} of {nodes} nodes did not come within {seconds:g} s")
+                why = f"{missing} of {nodes} nodes did not come within {seconds:g} s: giving up"
+                raise CannotMeet(why, final=True)
             if not waits:
                 waits = True
                 to_stderr(f"launch: waits for {missing} of {nodes} nodes, up to {seconds:g} s")
