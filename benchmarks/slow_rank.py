@@ -51,7 +51,7 @@ import torch
 from lockstep import Session
 from lockstep.training.observe import steps
 from lockstep.training.observe.goodput import GoodputRecorder
-from lockstep.wire.hangs import Hangs
+from lockstep.wire.progress import Progress
 
 run_dir, out, phase, share, steps = *sys.argv[1:4], float(sys.argv[4]), int(sys.argv[5])
 spent, shown, blocks, ends, marks, launcher = [0.0, 0.0, 0.0], [], [], [], [], []
@@ -82,7 +82,7 @@ def looked(self, store, look=steps.SlowRank._look):
 
 steps.History.add, steps.SlowRank._look = noted, looked
 for part, owner, name in (
-    (0, steps.SlowRank, "step_done"), (1, GoodputRecorder, "step_done"), (1, GoodputRecorder, "alive"), (2, Hangs, "alive"),
+    (0, steps.SlowRank, "step_done"), (1, GoodputRecorder, "step_done"), (1, GoodputRecorder, "alive"), (2, Progress, "alive"),
 ):
     timed(part, owner, name)
 

@@ -97,6 +97,12 @@ FIRST_STEP_SECONDS = 300.0
 """The same before the first step: it may compile."""
 SETTLE_SECONDS = 2.0
 """Time without a further finding, until the verdict is that all known ranks wait for others."""
+STACK_SECONDS = 1.0
+"""Bounds the wait for the stacks of a process: one that is stopped writes none."""
+STACK_LOOK_SECONDS = 0.02
+"""Time between two looks whether a process has written its stacks."""
+WATCHER_SECONDS = 5.0
+"""Bounds the end of the process that watches a rank without a launcher."""
 
 # Signals.
 

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from lockstep.training import contract, files
 from lockstep.training.cli import search_path
-from lockstep.wire.processes import stat_of
+from lockstep.wire.progress import stat_of
 
 from .. import records  # at the start: the version that ran a job must record its end
 

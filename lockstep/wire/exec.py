@@ -29,7 +29,7 @@ from lockstep.training.contract import (
     to_stderr,
 )
 
-from .processes import stat_of, variables_of
+from .progress import stat_of, variables_of
 
 _OF_THE_RANK = (ENV_JOB, ENV_LAUNCHER, ENV_RESTARTS, ENV_SESSION, ENV_NOTE)
 """Variables of a rank that the command must not have. The last two would make a Session of the command write into the run of the job,

@@ -1,52 +1,44 @@
 """Names the rank that is stuck while the others wait for it: what it does, and at which line.
 
-In data parallel training one stuck rank stops all ranks. So each rank watches its progress in a thread. After a long time without
-progress, compared with this run's steps, the thread looks at the stack of the main thread. A rank in a collective waits for others. A
-rank that is elsewhere is the cause. The threads of a process that is stopped, or whose C code holds the interpreter's lock, do not run:
-the other ranks name such a rank, without its line.
+In data parallel training one stuck rank stops all ranks. So when no watched rank has made progress for long, compared with this run's
+steps, the watcher asks each rank for its stacks (`progress.py`). A rank whose main thread is in a collective waits for others. A rank
+that is elsewhere is the cause. A launcher watches the ranks of its node. A rank that no launcher of ours has started has a watcher
+process.
 
-Each rank appends its finding to a file in the run directory, a line each. `read_hangs` combines them.
+    python -m lockstep.wire.hangs FOLDER NUMBER PID      # the folder of its progress file, its number, its process.
+
+Each watcher appends its findings to a file in the run directory, a line each. `read_hangs` combines them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import os
+import shutil
 import signal
 import sys
-import tempfile
 import threading
 import time
-import traceback
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, TypeVar
 
 from lockstep.training import contract, files
-from lockstep.training.contract import ENV_NOTE, named, to_stderr
+from lockstep.training.contract import named, to_stderr
 from lockstep.training.limits import DISK_SECONDS, FIRST_STEP_SECONDS, HANG_LOOK_SECONDS, HANG_SECONDS, SETTLE_SECONDS
-from lockstep.wire.processes import children, state_of
+from lockstep.wire.progress import SIGNAL, Frame, RankProgress, children, main_frames, seen, stacks, state_of
+from lockstep.wire.signals import FORWARDED
 
 QUIET_FACTOR = 4.0
 """Factor of the longest time without progress so far, after which a rank is named at the earliest."""
-MAX_BYTES = 64 << 20
-"""Most bytes to read of the file."""
-LOADER, DISK = "waits for its data loader", "waits for a disk or a device"
-STANDS = (LOADER, DISK)
+MAX_BYTES, MAX_RANKS = 64 << 20, 1 << 16
+"""Most bytes to read of the file, and most silent ranks to name."""
+LOADER, STOPPED, DISK = "waits for its data loader", "stands stopped", "waits for a disk or a device"
+STANDS = (LOADER, STOPPED, DISK)
 """States that are a hang even if no rank waits for another."""
 _OURS = os.fspath(Path(contract.__file__).parent) + os.sep
-
-
-@dataclass(frozen=True)
-class Frame:
-    file: str
-    line: int
-    function: str
-
-    def __str__(self) -> str:
-        return f"{os.path.basename(self.file)}:{self.line} in {self.function}"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -56,11 +48,13 @@ class StalledRank:
     rank: int
     what: str
     where: str
-    """The innermost line and function of the user's code; "": the rank does not report."""
+    """The innermost line and function of the user's code; "": the rank does not answer."""
     waits: bool
     """Whether it waits for other ranks."""
     stacks: str = ""
     """The stacks of its threads. Of the waiting ranks only one has them."""
+    loaders: str = ""
+    """The stacks of its data loader's processes, if it waits for them."""
 
     @property
     def activity(self) -> str:
@@ -69,7 +63,7 @@ class StalledRank:
 
 @dataclass(frozen=True)
 class Hang:
-    """The findings of all ranks."""
+    """The findings of all watchers."""
 
     said: str
     step: int
@@ -89,27 +83,28 @@ class Hang:
 def read_hangs(data: bytes) -> Hang | None:
     """Combines the lines of the file; None: no line can be read."""
     stalled: dict[int, StalledRank] = {}
-    step, began, seconds = 0, 0.0, 0.0
+    step = size = 0
+    began = seconds = 0.0
     for line in data.splitlines():
         with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError):
             value = files.parsed(line)
             ranks = [_stalled_rank_of(one) for one in value["ranks"]]
-            step, quiet = int(value["step"]), float(value["seconds"])
+            step, size, quiet = int(value["step"]), int(value["size"]), float(value["seconds"])
             if quiet > seconds:
                 began, seconds = float(value["time"]) - quiet, quiet
             stalled.update((one.rank, one) for one in ranks)
-    return _hang(stalled.values(), began, seconds, step) if stalled else None
+    return _hang(stalled.values(), began, seconds, step, size) if stalled else None
 
 
-def _hang(stalled: Iterable[StalledRank], began: float, seconds: float, step: int) -> Hang:
+def _hang(stalled: Iterable[StalledRank], began: float, seconds: float, step: int, size: int) -> Hang:
     ranks = sorted(stalled, key=lambda one: (one.waits, one.rank))
     since = time.strftime("%H:%M:%S", time.localtime(began))
-    return Hang(f"no step for {seconds:.0f} s, since {since}, after step {step}: {_sentence(ranks)}", step, ranks)
+    return Hang(f"no step for {seconds:.0f} s, since {since}, after step {step}: {_sentence(ranks, size)}", step, ranks)
 
 
 def _stalled_rank_of(value: dict[str, Any]) -> StalledRank:
     """Returns the rank of an entry. Raises `ValueError`, `TypeError`, `KeyError`."""
-    texts = {name: value[name] for name in ("what", "where", "stacks") if isinstance(value[name], str)}
+    texts = {name: value[name] for name in ("what", "where", "stacks", "loaders") if isinstance(value[name], str)}
     return StalledRank(rank=int(value["rank"]), waits=bool(value["waits"]), **texts)
 
 
@@ -121,7 +116,7 @@ def of_run(run_dir: Path) -> Hang | None:
         return None
 
 
-def _sentence(ranks: list[StalledRank]) -> str:
+def _sentence(ranks: list[StalledRank], size: int) -> str:
     causes, waiting = [one for one in ranks if not one.waits], [one.rank for one in ranks if one.waits]
     if causes:
         said = "; ".join(f"rank {one.rank} {one.activity}" for one in causes)
@@ -131,184 +126,207 @@ def _sentence(ranks: list[StalledRank]) -> str:
     for one in ranks:
         places.setdefault(one.where, []).append(one.rank)
     said = "; ".join(f"rank {named(there)} ({where})" for where, there in places.items())
+    silent = sorted(set(range(size)) - set(waiting)) if max(waiting) < size <= MAX_RANKS else []
+    if silent:
+        return f"{said} waits for others, and nothing is heard of rank {named(silent)}"
     return f"all ranks wait for others: {said}"
 
 
-class Hangs:
-    """Watches the progress of this rank in a thread.
+@dataclass
+class _Rank:
+    progress: RankProgress
+    since: float
+    """The time of its last progress (`time.monotonic`)."""
+    longest: float = 0.0
+    """The longest time without progress since its first step, in seconds."""
 
-    A script may have several Sessions that take turns. Progress of one counts for all, and the newest open Session reports.
+
+@dataclass
+class _Finding:
+    """A hang of this node's ranks, until one makes progress."""
+
+    first: RankProgress
+    """One of the ranks."""
+    ranks: dict[int, StalledRank]
+    pids: dict[int, int]
+    named: list[int]
+    """Ranks that this watcher has named."""
+    said: bool = False
+    """Whether the hang was reported, here or by another watcher."""
+    size: int = 0
+    """The size of the file at the last look."""
+    settled: float = 0.0
+    """The time at which the file counts as complete, unless it grows (`time.monotonic`)."""
+
+
+class Hangs:
+    """The watcher of some ranks of a node.
 
     Args:
-        rank: the rank for its launcher.
-        run_dir: absolute path of the run directory.
-        ranks: returns the ranks that train now.
-        ends: whether a rank that hangs is killed, so that it is a lost rank like any other.
-        environment: the variables of this process. A single rank without our launcher is not watched: no rank waits for it.
+        folder: folder of the ranks' progress files.
     """
 
-    _open: ClassVar[list[Hangs]] = []
-    """The watches of this process, oldest first."""
-    _done: ClassVar[int] = 0
-    """Steps, batches of evaluations and polls of this process."""
-
-    def __init__(
-        self, rank: int, run_dir: str, attempt: int, ranks: Callable[[], Collection[int]], ends: bool, environment: Mapping[str, str],
-    ) -> None:  # fmt: skip
-        self._rank, self._run_dir, self._attempt, self._ranks, self._ends = rank, run_dir, attempt, ranks, ends
-        self._file = Path(run_dir, contract.HANG_FILE)
-        self._steps = self._of_attempt = self._seen = 0
-        self._since = self._looked = time.monotonic()
-        self._longest = 0.0
-        """The longest time without progress since the first step, in seconds."""
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._ranks: dict[int, _Rank] = {}
+        self._next = 0.0
         self._again = 0.0
-        """The time of the next look at the stack, after one that has shown no hang."""
-        self._finding: StalledRank | None = None
-        """This rank's part of a hang, until the rank makes progress."""
-        self._reported, self._settles = 0, 0.0
-        """The number of ranks in the file, and the time at which it counts as complete, unless another rank reports."""
-        self._said = self._named = False
-        """Whether the hang was reported, and whether this rank was named."""
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="hangs", daemon=True)
-        if len(ranks()) > 1 or ENV_NOTE in environment:
-            self._remove_file()  # of an earlier attempt
-            Hangs._open.append(self)
-            self._thread.start()
+        """The time of the next question for stacks, after one that has shown no hang."""
+        self._finding: _Finding | None = None
+        self._disk_answers = True
 
-    def alive(self, steps: int, of_attempt: int) -> None:
-        """Counts progress: a step, a batch of an evaluation, or a poll for signals.
-
-        Args:
-            steps: steps of the run so far.
-            of_attempt: steps of this attempt so far.
-        """
-        self._steps, self._of_attempt = steps, of_attempt
-        Hangs._done += 1
-
-    def close(self) -> None:
-        """Ends the watch. Does not wait for a disk that hangs."""
-        self._over.set()
-        if self in Hangs._open:
-            Hangs._open.remove(self)
-            self._thread.join(DISK_SECONDS)
-
-    def _watch(self) -> None:
-        while not self._over.wait(HANG_LOOK_SECONDS):
-            self._look(time.monotonic())
-        self._progress()
-
-    def _look(self, now: float) -> None:
-        late, self._looked = now - self._looked > 10 * HANG_LOOK_SECONDS, now
-        quiet = now - self._since
-        if self._seen != Hangs._done:
-            self._longest = max(self._longest, quiet if self._of_attempt > 1 else 0.0)
-            self._seen, self._since = Hangs._done, now
-            self._progress()
-        elif late or Hangs._open[-1:] != [self]:  # this process was stopped, and the others may have been, too
-            self._since = now
+    def look(self, ranks: Collection[int]) -> None:
+        """Checks the ranks that run here. The caller repeats the call."""
+        now = time.monotonic()
+        if now < self._next:
+            return
+        late, self._next = now - self._next > 10 * HANG_LOOK_SECONDS, now + HANG_LOOK_SECONDS
+        for rank in [rank for rank in self._ranks if rank not in ranks]:
+            del self._ranks[rank]
+        for rank in ranks:
+            progress, known = seen(self._folder, rank), self._ranks.get(rank)
+            if progress is None or not state_of(progress.pid):
+                self._ranks.pop(rank, None)
+            elif known is None or known.progress.pid != progress.pid:
+                self._ranks[rank] = _Rank(progress, now)
+            elif known.progress.done != progress.done:
+                quiet = now - known.since
+                self._ranks[rank] = _Rank(
+                    progress, now, max(known.longest, quiet if known.progress.of_attempt else 0.0)
+                )
+            elif late:  # this process was stopped, and the ranks may have been, too
+                known.since = now
+        quiet = min((now - known.since for known in self._ranks.values()), default=0.0)
+        if quiet < HANG_LOOK_SECONDS:
+            self.over()
         elif self._finding is not None:
-            if not self._said:
-                self._settle(self._finding, quiet)
-        elif quiet > self._bound() or (quiet > HANG_LOOK_SECONDS and self._file.exists()):
+            self._settle(self._finding, quiet)
+        elif len(self._ranks) == len(ranks) and quiet > self._bound():
             self._find(quiet)
 
     def _bound(self) -> float:
-        return max(HANG_SECONDS if self._of_attempt else FIRST_STEP_SECONDS, QUIET_FACTOR * self._longest)
+        begun = all(known.progress.of_attempt for known in self._ranks.values())
+        longest = max(known.longest for known in self._ranks.values())
+        return max(HANG_SECONDS if begun else FIRST_STEP_SECONDS, QUIET_FACTOR * longest)
 
     def _find(self, seconds: float) -> None:
-        others = of_run(Path(self._run_dir))
+        shown = {rank: known.progress for rank, known in self._ranks.items()}
+        first = next(iter(shown.values()))
+        others = self._told(first)
         somebody_waits = others is not None and any(one.waits for one in others.ranks)
         if time.monotonic() < self._again and not somebody_waits:
             return
-        finding = _stalled_rank(self._rank)
-        if not finding.waits and not somebody_waits and finding.what not in STANDS:
+        texts = stacks(self._folder, shown)
+        ranks = {rank: _stalled_rank(rank, one, texts[rank]) for rank, one in shown.items()}
+        waiting = [rank for rank, one in ranks.items() if one.waits]
+        if not waiting and not somebody_waits and not all(one.what in STANDS for one in ranks.values()):
             self._again = time.monotonic() + HANG_SECONDS
-            return  # no rank waits for this one: an evaluation, a long step, work between two steps
-        self._finding = finding if finding.waits and somebody_waits else replace(finding, stacks=_stacks())
-        self._append(self._finding, seconds)
-
-    def _append(self, stalled: StalledRank, seconds: float) -> None:
-        line = {
-            "time": time.time(), "step": self._steps, "seconds": round(seconds, 1), "size": len(self._ranks()),
-            "ranks": [asdict(stalled)],
+            return  # no rank waits for them: an evaluation, a long step, work between two steps
+        loaders = stacks(
+            self._folder, {rank: shown[rank] for rank, one in ranks.items() if one.what == LOADER}, of_loaders=True
+        )
+        ranks = {
+            rank: replace(one, loaders=loaders.get(rank, ""), stacks="" if rank in waiting[1:] else one.stacks)
+            for rank, one in ranks.items()
         }  # fmt: skip
-        with contextlib.suppress(OSError):
-            files.append(self._file, line)
+        self._finding = finding = _Finding(first, ranks, {rank: one.pid for rank, one in shown.items()}, [])
+        line = {
+            "time": time.time(), "step": first.steps, "seconds": round(seconds, 1), "size": first.about.size,
+            "ranks": [asdict(one) for one in ranks.values()],
+        }  # fmt: skip
+        self._on_disk(lambda: files.append(_file(first), line))
+        if len(ranks) == first.about.size:
+            self._say(finding, seconds)
 
-    def _settle(self, finding: StalledRank, seconds: float) -> None:
-        """Reports the hang once all ranks have reported, or no further one has for some time. The first rank that the others wait for
-        reports it, or the first rank that waits."""
-        now, since = time.monotonic(), time.time() - seconds
-        hang = of_run(Path(self._run_dir)) or _hang([finding], since, seconds, self._steps)
-        silent = sorted(set(self._ranks()) - {one.rank for one in hang.ranks})
-        if len(hang.ranks) != self._reported:
-            self._reported, self._settles = len(hang.ranks), now + SETTLE_SECONDS
-        if silent and now < self._settles:
+    def _settle(self, finding: _Finding, seconds: float) -> None:
+        """Reports a rank here that others wait for. If all ranks here wait, another watcher may have the cause. If none has, the
+        watcher of the first waiting rank reports."""
+        if finding.said:
             return
-        self._said, speaks = True, hang.named[0].rank == self._rank
-        ends = speaks or finding in hang.causes
-        if speaks:
-            for rank in [] if hang.causes else silent:
-                self._append(StalledRank(rank, "does not answer", "", waits=False), seconds)
-            hang = of_run(Path(self._run_dir)) or hang
-            self._say(hang, seconds)
-        self._named = any(one.rank == self._rank for one in hang.named)
-        if self._ends and ends:
-            if not speaks:
-                time.sleep(HANG_LOOK_SECONDS)  # the rank that reports the hang is killed last
-            for pid in (*children(os.getpid()), os.getpid()):  # a loader that hangs does not notice the end of its rank
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        if not all(one.waits for one in finding.ranks.values()):
+            self._say(finding, seconds)
+            return
+        size, now = self._on_disk(lambda: _file(finding.first).stat().st_size) or 0, time.monotonic()
+        if size != finding.size or not finding.settled:
+            finding.size, finding.settled = size, now + SETTLE_SECONDS
+        elif now >= finding.settled:
+            hang = self._told(finding.first)
+            if hang is None or (not hang.causes and hang.ranks[0].rank in finding.ranks):
+                self._say(finding, seconds)
+            finding.said = True
 
-    def _say(self, hang: Hang, seconds: float) -> None:
-        """Reports on standard error and in the run's events."""
-        to_stderr(f"hang: {hang.said} (stacks: {self._file})")
+    def _say(self, finding: _Finding, seconds: float) -> None:
+        """Reports on standard error and in the run's events. With `end_hangs`, kills the ranks here that the others wait for."""
+        finding.said = True
+        first, about = finding.first, finding.first.about
+        hang = self._told(first)
+        where = f" (stacks: {_file(first)})" if hang is not None else ""
+        hang = hang or _hang(finding.ranks.values(), time.time() - seconds, seconds, first.steps, about.size)
+        to_stderr(f"hang: {hang.said}{where}")
         event = {
-            "event": "hang", "time": round(time.time(), 3), "attempt": self._attempt, "step": hang.step,
+            "event": "hang", "time": round(time.time(), 3), "attempt": about.attempt, "step": hang.step,
             "reason": hang.said, "seconds": round(seconds, 1), "ranks": [one.rank for one in hang.named],
         }  # fmt: skip
-        with contextlib.suppress(OSError):
-            files.append(Path(self._run_dir, contract.EVENTS_FILE), event)
+        self._on_disk(lambda: files.append(Path(about.run_dir, contract.EVENTS_FILE), event))
+        finding.named = [one.rank for one in hang.named if one.rank in finding.ranks]
+        ends = finding.named if hang.causes else finding.named[:1]
+        for pid in [finding.pids[rank] for rank in ends] if about.ends else []:
+            for each in (*children(pid), pid):  # a loader that hangs does not notice the end of its rank
+                if each != os.getpid():
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(each, signal.SIGKILL)
 
-    def _progress(self) -> None:
-        """Ends the hang: this rank has made progress."""
+    def over(self) -> None:
+        """Ends the hang: a rank has made progress, or none runs."""
         self._again = 0.0
-        if self._finding is not None:
-            self._remove_file()
-            if self._named and not self._over.is_set():
-                to_stderr(f"hang: rank {self._rank} gets further again")
-        self._finding, self._said, self._named, self._reported = None, False, False, 0
+        if (finding := self._finding) is None:
+            return
+        now = {rank: known.progress.pid for rank, known in self._ranks.items()}
+        same = [rank for rank in finding.named if now.get(rank) == finding.pids[rank]]
+        if same:
+            to_stderr(f"hang: rank {named(same)} gets further again")
+        self._finding, self._disk_answers = None, True
+        self._on_disk(lambda: _file(finding.first).unlink(missing_ok=True))
 
-    def _remove_file(self) -> None:
-        with contextlib.suppress(OSError):
-            self._file.unlink(missing_ok=True)
+    def _told(self, rank: RankProgress) -> Hang | None:
+        """Returns the findings of all watchers of its run."""
+        return self._on_disk(lambda: of_run(Path(rank.about.run_dir)))
+
+    def _on_disk(self, task: Callable[[], T]) -> T | None:
+        """Runs the task. Returns None if it fails or the disk does not answer. A hang waits for the disk once."""
+        done: list[T] = []
+
+        def work() -> None:
+            with contextlib.suppress(OSError):
+                done.append(task())
+
+        if self._disk_answers:
+            thread = threading.Thread(target=work, name="hangs", daemon=True)
+            thread.start()
+            thread.join(DISK_SECONDS)
+            self._disk_answers = not thread.is_alive()
+        return done[0] if done else None
 
 
-def _stalled_rank(rank: int) -> StalledRank:
-    """Returns what the main thread of this process does."""
-    main = threading.main_thread()
-    state = state_of(f"self/task/{main.native_id}")
-    stack = sys._current_frames().get(main.ident or 0)
-    frames = (
-        [Frame(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in traceback.walk_stack(stack)]
-        if stack
-        else []
-    )
-    waits = state != "D" and _waits(frames, state)
-    what = DISK if state == "D" else "waits for others" if waits else _what(frames, state)
-    return StalledRank(rank, what, _where(frames), waits)
+def _file(rank: RankProgress) -> Path:
+    return Path(rank.about.run_dir, contract.HANG_FILE)
 
 
-def _stacks() -> str:
-    """Returns the stacks of this process's threads, as `faulthandler` writes them, the main thread's first."""
-    main = f"0x{threading.main_thread().ident or 0:016x}"
-    with tempfile.TemporaryFile("w+") as file:
-        faulthandler.dump_traceback(file)
-        file.seek(0)
-        return "\n\n".join(
-            sorted(file.read().strip().split("\n\n"), key=lambda one: main not in one.partition("\n")[0])
-        )
+def _stalled_rank(rank: int, progress: RankProgress, text: str) -> StalledRank:
+    state = state_of(progress.pid)
+    frames = main_frames(text, progress.thread)
+    waits = _waits(frames, state)
+    if state == "T":
+        what = STOPPED
+    elif state == "D":
+        what = DISK
+    elif not frames:
+        what = "does not answer"
+    elif waits:
+        what = "waits for others"
+    else:
+        what = _what(frames, state)
+    return StalledRank(rank, what, _where(frames), waits and state in ("R", "S"), text)
 
 
 def _waits(frames: list[Frame], state: str) -> bool:
@@ -351,3 +369,19 @@ def _where(frames: list[Frame]) -> str:
     )
     place = own or (frames[0] if frames else None)
     return str(place) if place is not None else ""
+
+
+def main(folder: Path, number: int, pid: int) -> None:
+    """Watches this rank, the parent of this process, until it ends or reports by a signal that it is done."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {SIGNAL})
+    for one in FORWARDED:
+        signal.signal(one, signal.SIG_IGN)  # a cluster signals all processes of a job
+    hangs = Hangs(folder)
+    while os.getppid() == pid and signal.sigtimedwait({SIGNAL}, HANG_LOOK_SECONDS) is None:
+        hangs.look([number])
+    hangs.over()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -17,8 +17,8 @@ from tests.ranks import launching
 SCRIPT = ROOT / "tests/faults/hanging.py"
 SAID = {
     "lock": r"rank 1 waits \(hanging\.py:\d+ in hang\)",
-    "stop": r"rank 1 does not answer",
-    "loop": r"rank 1 does not answer",
+    "stop": r"rank 1 stands stopped",
+    "loop": r"rank 1 computes \(hanging\.py:\d+ in hang\)",
     "loader": r"rank 1 waits for its data loader \(hanging\.py:\d+ in <module>\)",
     "pipe": r"rank 1 waits \(hanging\.py:\d+ in hang\)",
 }
@@ -34,7 +34,7 @@ SAID = {
     ],
 )  # fmt: skip
 def test_the_rank_that_hangs_is_named_and_ended(tmp_path: Path, kind: str, launcher: str) -> None:
-    """The loop holds the interpreter's lock, so that only the other rank reports."""
+    """Under torchrun each rank has its own watcher, which sees no other rank."""
     run_dir = tmp_path / "run"
     ours = ["--ranks", "2", "--grace", "5", "--max-restarts", "1", "--", PYTHON, "-u"]
     torchrun = [PYTHON, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1", "--master-port"]
@@ -63,15 +63,14 @@ def test_a_rank_that_continues_by_itself_is_no_longer_reported_as_hanging(tmp_pa
     run_dir = tmp_path / "run"
     with launching("--ranks", "2", "--", PYTHON, "-u", str(SCRIPT), str(run_dir), "held") as gang:
         poll(lambda: events(run_dir, "hang") or gang.processes[0].poll() is not None, 300, "hang.jsonl")
-        lines = [json.loads(line) for line in (run_dir / "hang.jsonl").read_text().splitlines()]
-        told = sorted((one for line in lines for one in line["ranks"]), key=lambda one: one["rank"])
+        told = [json.loads(line) for line in (run_dir / "hang.jsonl").read_text().splitlines()]
         shown = json.loads(top(tmp_path, str(run_dir), "--json", "--every", "0.2").stdout)
         metrics = run_dir / "metrics/rank-00000.prom"
         poll(lambda: re.search(r"(?m)^training_hung_rank{.*} 1", metrics.read_text()), 120, "the metric")
         (run_dir / "GO").touch()
         done = gang.wait(300)
     assert done.code == 0 and "hang: rank 1 gets further again" in done.output, done.output
-    assert [(one["rank"], one["waits"], "most recent call first" in one["stacks"]) for one in told] == [
+    assert [(one["rank"], one["waits"], "most recent call first" in one["stacks"]) for one in told[0]["ranks"]] == [
         (0, True, True), (1, False, True),
     ], told  # fmt: skip
     assert [bool(rank["hang"]) for rank in shown] == [False, True] and "hanging.py:" in shown[1]["hang"], shown

@@ -24,6 +24,7 @@ import torch
 from torch.distributed import DistError
 
 from lockstep.wire import payload
+from lockstep.wire.hangs import Hangs
 from lockstep.wire.signals import FORWARDED
 
 from ..cli import PROGRAM, Parser, count, positive
@@ -80,7 +81,7 @@ def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="lockstep-", ignore_cleanup_errors=True) as folder:
         note = Path(folder) / "run"
         os.environ[ENV_NOTE] = str(note)
-        code, final, first = _run(args, nodes, attempts)
+        code, final, first = _run(args, nodes, attempts, Hangs(Path(folder)))
         if code == EXIT_FAILED and args.exit_codes == "plain":
             _tell_saved(note)
     if args.session is not None and code == EXIT_DONE and (warning := args.session.unused()):
@@ -94,7 +95,7 @@ def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
     return code if final else cluster_code(code, args.exit_codes, attempts.used, args.max_restarts)
 
 
-def _run(args: argparse.Namespace, nodes: Meeting, attempts: Attempts) -> tuple[int, bool, bool]:
+def _run(args: argparse.Namespace, nodes: Meeting, attempts: Attempts, hangs: Hangs) -> tuple[int, bool, bool]:
     """Returns (exit code of the ranks, whether no cluster may restart this node, whether this node leaves first)."""
     began, group, final = time.monotonic(), None, False
     handle((*args.caught, signal.SIGALRM), leave_while_waiting)
@@ -102,7 +103,7 @@ def _run(args: argparse.Namespace, nodes: Meeting, attempts: Attempts) -> tuple[
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)  # they were held back until here
         store, number = opened(nodes)
-        group = NodeAgent(args, nodes, attempts) if number else Coordinator(args, nodes, attempts, store)
+        group = NodeAgent(args, nodes, attempts, hangs) if number else Coordinator(args, nodes, attempts, hangs, store)
         group.catch(began)
         if isinstance(group, NodeAgent):
             ending = group.run(store, number)

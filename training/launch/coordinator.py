@@ -20,6 +20,8 @@ import uuid
 from collections.abc import Container, Iterable, Mapping
 from types import FrameType
 
+from lockstep.wire.hangs import Hangs
+
 from ..contract import EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE, named, to_stderr
 from ..limits import ERROR_SECONDS, LEAVE_SECONDS, STOP_SECONDS, STORE_SECONDS
 from ..parallel import stores
@@ -38,8 +40,10 @@ class Coordinator(WorkerGroup):
     index = 0
     """The index of this node."""
 
-    def __init__(self, args: argparse.Namespace, meeting: Meeting, attempts: Attempts, store: SignedStore) -> None:
-        super().__init__(args, meeting, attempts)
+    def __init__(
+        self, args: argparse.Namespace, meeting: Meeting, attempts: Attempts, hangs: Hangs, store: SignedStore
+    ) -> None:
+        super().__init__(args, meeting, attempts, hangs)
         self._nodes = Nodes(store, meeting, ranks=args.ranks, lost_seconds=args.lost_seconds)
         self._waits = True
         """Whether some ranks are still missing."""
@@ -332,6 +336,7 @@ class Coordinator(WorkerGroup):
                     to_stderr(
                         f"launch: the replacement of rank {worker.rank} {how(code)}: the others train on without it"
                     )
+        self._hangs.look([worker.rank for worker in self._workers if self._running.get(worker.rank) == worker])
         return ended, events
 
     def _end(self, failed: Mapping[int, int]) -> dict[int, int]:

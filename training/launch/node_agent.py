@@ -8,6 +8,8 @@ import threading
 import time
 from types import FrameType
 
+from lockstep.wire.hangs import Hangs
+
 from ..contract import EXIT_PREEMPTED, EXIT_USAGE, to_stderr
 from ..limits import NODE_LOOK_SECONDS, STOP_SECONDS, STOPPED_SECONDS
 from .ending import Attempts
@@ -31,8 +33,8 @@ class NodeAgent(WorkerGroup):
     """The worker group of a node that follows the first node. If the first node is gone, or counts this node as lost, the ranks here end,
     and the node joins again."""
 
-    def __init__(self, args: argparse.Namespace, meeting: Meeting, attempts: Attempts) -> None:
-        super().__init__(args, meeting, attempts)
+    def __init__(self, args: argparse.Namespace, meeting: Meeting, attempts: Attempts, hangs: Hangs) -> None:
+        super().__init__(args, meeting, attempts, hangs)
         self._report = Report(address=meeting.address, ranks=args.ranks)
         self._lease = LEASE * args.lost_seconds
         self._leaves = False
@@ -105,6 +107,7 @@ class NodeAgent(WorkerGroup):
             if time.monotonic() - looked > STOPPED_SECONDS:
                 link.heard_before(self._lease / 2)
             self._codes += [(worker.rank, worker.replacement, *how) for worker, how in ended.items()]
+            self._hangs.look([worker.rank for worker in self._workers])
             if link.foreign:
                 raise CannotMeet(f"the nodes did not meet at {self.meeting.endpoint}: {FOREIGN}", EXIT_USAGE)
             if link.silent(self._lease):

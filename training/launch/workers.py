@@ -21,6 +21,7 @@ from typing import Any, NoReturn, TextIO
 
 import filelock
 
+from lockstep.wire.hangs import Hangs
 from lockstep.wire.signals import FORWARDED, PendingSignals
 
 from .. import files
@@ -85,10 +86,11 @@ class WorkerGroup:
         args: the launcher's flags, with the `command` of a rank. `ours`: whether the ranks are `python -m lockstep.training run`, which
             saves on a signal, and not an unknown program. `caught`: the caught signals. The ranks ignore the signals that this process
             ignores (nohup), too.
+        hangs: the watcher of ranks that make no progress.
     """
 
-    def __init__(self, args: argparse.Namespace, meeting: Meeting, attempts: Attempts) -> None:
-        self.args, self.meeting, self.attempts = args, meeting, attempts
+    def __init__(self, args: argparse.Namespace, meeting: Meeting, attempts: Attempts, hangs: Hangs) -> None:
+        self.args, self.meeting, self.attempts, self._hangs = args, meeting, attempts, hangs
         self._processes: dict[WorkerId, subprocess.Popen[bytes]] = {}
         self._begun: set[WorkerId] = set()
         """The processes that were started since the last `_end_all`."""

@@ -17,7 +17,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from lockstep.wire.processes import stat_of
+from lockstep.wire.progress import stat_of
 
 from .. import contract, files
 

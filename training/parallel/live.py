@@ -22,7 +22,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -89,11 +89,6 @@ class World:
     def leader(self) -> bool:
         return self.rank == 0
 
-    @property
-    def initial_ranks(self) -> Collection[int]:
-        """The initial ranks of all processes that train now."""
-        return range(self.size) if self.live is None else self.live.members
-
     def retryable(self, compute: Callable[[], Results], changes: bool = False) -> Results:
         """Returns the result of `compute`, which `Live.retryable` calls under `launch --live`. Collective."""
         return compute() if self.live is None else self.live.retryable(compute, changes)
@@ -126,8 +121,7 @@ class Live:
         """Lost ranks without a replacement → how each ended."""
         self._gone: dict[int, str] = {}
         """All ranks lost so far → how each ended."""
-        self.members = [] if world.replacement else list(range(world.size))
-        """The initial ranks that train now."""
+        self._members = [] if world.replacement else list(range(world.size))
         self.admissions = 0
         """Calls with admissions of replacements that this rank has completed."""
         self._admitting = False
@@ -140,7 +134,7 @@ class Live:
         self._inside = False
         self._first = next(_ATTEMPTS) == 0
         self._news = threading.Condition()
-        self._announced = (0, self.members)
+        self._announced = (0, self._members)
         self._ended = 0
         """The generation for which this rank has ended its collectives under way."""
         self._store: dist.Store
@@ -237,7 +231,7 @@ class Live:
         def compute() -> Results:
             # The answer ends the collectives under way, and gloo may miss that: each rank is through with those before.
             self._store.set(f"{key}/here/{self.rank}", "1")
-            asking = [rank for rank in self.members if rank not in self._newcomers]
+            asking = [rank for rank in self._members if rank not in self._newcomers]
             here = self._until_said([f"{key}/here/{rank}" for rank in asking], self._timeout)
             if here and self.world.rank == 0:
                 self._store.set(key, "1")
@@ -402,7 +396,7 @@ class Live:
             if self.rank not in members:
                 raise RestartRequired(f"the launcher takes rank {self.rank} for lost: all ranks have to start again")
             self.world.generation = generation
-            new = [rank for rank in members if rank not in self.members]
+            new = [rank for rank in members if rank not in self._members]
             joined = [rank for rank in [*joined, *new] if rank in members]
             self._newcomers = [rank for rank in [*self._newcomers, *new] if rank in members]
             lost |= self._note_lost(members)
@@ -421,9 +415,9 @@ class Live:
     def _note_lost(self, members: list[int]) -> dict[int, str]:
         lost = {}
         self.lost = {rank: how for rank, how in self.lost.items() if rank not in members}
-        for rank in [rank for rank in self.members if rank not in members]:
+        for rank in [rank for rank in self._members if rank not in members]:
             lost[rank] = self._ended_how(rank)
-        self.members = members
+        self._members = members
         self.lost |= lost
         self._gone |= lost
         return lost

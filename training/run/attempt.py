@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from lockstep.wire.hangs import Hangs
+from lockstep.wire.progress import Progress, RunInfo
 from lockstep.wire.status import slow_rank_line
 
 from .. import contract
@@ -92,10 +92,11 @@ class Attempt:
         self._told = time.monotonic()
         """Time of the last report of the step to status.json and the console (monotonic, seconds)."""
         self.consensus = Consensus(run.world, run.signals)
-        self.hangs = Hangs(
-            run.world.initial_rank, os.path.abspath(run.path), run.attempt, lambda: run.world.initial_ranks, run.config.end_hangs,
-            os.environ,
+        about = RunInfo(
+            os.path.abspath(run.path), 0 if os.environ.get(contract.ENV_LIVE) else run.world.size, run.attempt,
+            run.config.end_hangs,
         )  # fmt: skip
+        self.progress = Progress(run.world.initial_rank, about, os.environ)
         self.slow = SlowRank(run.world, self._tell_slow_rank)
         self._named: tuple[int, str] | None = None
         """The slow rank of the last report, and its phase; None: no rank was slow."""
@@ -189,7 +190,7 @@ class Attempt:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:  # fmt: skip
         self.desync.close()
-        self.hangs.close()
+        self.progress.close()
         try:
             if error is None or isinstance(error, Ended):  # all ranks are here: after another error one may be missing
                 self.tell_readings(wait=True)
@@ -249,7 +250,7 @@ class Attempt:
         self.desync.load_state_dict(places)
 
     def _alive(self) -> None:
-        self.hangs.alive(self.run.user_state.steps, self._steps)
+        self.progress.alive(self.run.user_state.steps, self._steps)
         self.run.goodput.alive()
         self.run.metrics.alive()
 
@@ -311,7 +312,7 @@ class Attempt:
         measured = state.clock.measured()
         if measured:
             self.times = measured[-1]
-        self.hangs.alive(done, self._steps)
+        self.progress.alive(done, self._steps)
         self.slow.step_done(done - state.clock.behind, measured)
         run.goodput.step_done(done, measured)
         if run.config.metrics.enabled:
