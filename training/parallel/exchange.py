@@ -58,15 +58,17 @@ def all_gather_trees(tree: Any, world: World) -> list[Any]:
     """Returns the trees of all ranks on every rank, by rank; sizes may differ. Collective. Raises `TypeError` as `pack`."""
     if world.size == 1:
         return [tree]
+    if world.live is None:  # not each rank's padded tree: their bytes on all ranks grow with the square of the ranks
+        return list(broadcast_tree(gather_trees(tree, world), world))
     packed = pack(tree)
+    return [unpack(blob) for blob in world.live.retryable(lambda: _gathered_everywhere(packed, world))]
 
-    def gather() -> list[torch.Tensor]:
-        longest = max(map(int, _tensors_of_all(torch.tensor(packed.numel()), world)))
-        return _tensors_of_all(
-            F.pad(packed, (0, longest - packed.numel())), world
-        )  # `unpack` ignores what follows a tree
 
-    return [unpack(blob) for blob in world.retryable(gather)]
+def _gathered_everywhere(packed: torch.Tensor, world: World) -> list[torch.Tensor]:
+    """Returns the packed trees of all ranks, after all ranks have reached this call. Collective."""
+    sizes = [int(size) for size in _tensors_of_all(torch.tensor(packed.numel()), world)]
+    padded = F.pad(packed, (0, max(sizes) - packed.numel()))
+    return [blob[:size].clone() for blob, size in zip(_tensors_of_all(padded, world), sizes)]
 
 
 def gather_trees(tree: Any, world: World) -> list[Any] | None:
@@ -118,7 +120,7 @@ def all_reduce(tensor: torch.Tensor, world: World, combine: Combine = torch.add,
     """
     if world.live is None or world.size == 1:
         return _reduced(tensor, world, combine, tag)
-    return functools.reduce(combine, world.retryable(lambda: _tensors_of_all(tensor, world))).clone()
+    return functools.reduce(combine, world.live.retryable(lambda: _tensors_of_all(tensor, world))).clone()
 
 
 def _tensors_of_all(tensor: torch.Tensor, world: World) -> list[torch.Tensor]:

@@ -89,10 +89,6 @@ class World:
     def leader(self) -> bool:
         return self.rank == 0
 
-    def retryable(self, compute: Callable[[], Results], changes: bool = False) -> Results:
-        """Returns the result of `compute`, which `Live.retryable` calls under `launch --live`. Collective."""
-        return compute() if self.live is None else self.live.retryable(compute, changes)
-
     @property
     def group(self) -> dist.ProcessGroup:
         """The process group of all ranks. Each access asks torch: a reference here would keep a destroyed group alive."""

@@ -239,7 +239,7 @@ class Step:
 
     def _sum_parts(self, inputs: StepInput, parts: LogicalWorkers) -> None:
         """Sums the gradients, statistics and losses of all parts of the batch. If a rank is lost, the others compute all parts again."""
-        sync, tried = self.replica.sync, False
+        sync, live, tried = self.replica.sync, self.run.world.live, False
 
         def compute() -> list[torch.Tensor]:
             nonlocal tried
@@ -252,7 +252,7 @@ class Step:
             with self.run.state.clock.synchronizing(sync.watch):
                 return parts.reduce(len(self.sums.values))
 
-        sums = self.run.world.retryable(compute, changes=True)
+        sums = compute() if live is None else live.retryable(compute, changes=True)
         self.attempt.known.add("numbers")
         if self._replays:
             self.recorder.take_sums(sums)
