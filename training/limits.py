@@ -131,8 +131,10 @@ KILL_SECONDS = 30.0
 """Bounds the end of killed ranks: one that waits for a device may not end."""
 STOP_SECONDS = 30
 """Bounds the end of ranks before their restart."""
-OUTPUT_SECONDS = 5.0
-"""Bounds the printing of the ranks' output: another process may keep their pipes, and the launcher's own output may be blocked."""
+OUTPUT_LOOK_SECONDS = 0.1
+"""Time between two looks at the ranks' output."""
+OUTPUT_SECONDS = 30.0
+"""Bounds the printing of what the ranks have written: the launcher's own output may be blocked."""
 ERROR_SECONDS = 2.0
 """Time between the error of one rank and the end of the ranks that have not reported an error."""
 STORE_SECONDS = 60.0

@@ -204,7 +204,7 @@ for number in range(20000):
     print(number, "\u00e4" * 20)
 print("one ", end="", flush=True)
 time.sleep(0.3)
-print("line", flush=True)
+print("line\\nno end", end="", flush=True)
 print("errors", file=sys.stderr, flush=True)
 pathlib.Path(sys.argv[1], os.environ["RANK"]).touch()
 while not all(pathlib.Path(sys.argv[1], rank).exists() for rank in "01"):  # the first one that ends ends the other
@@ -219,7 +219,7 @@ def test_no_line_is_lost_or_cut(tmp_path: Path) -> None:
         assert len(inside(tmp_path)) == 2, "the launcher had to end before these"
     for rank in (0, 1):
         lines = [line.partition("] ")[2] for line in done.output.splitlines() if line.startswith(f"[rank {rank}] ")]
-        expected = [*(f"{number} {'ä' * 20}" for number in range(20000)), "one line"]
+        expected = [*(f"{number} {'ä' * 20}" for number in range(20000)), "one line", "no end"]
         assert "errors" in lines
         lines.remove("errors")
         assert len(lines) == len(expected) and all(map(str.__eq__, lines, expected)), lines[-3:]

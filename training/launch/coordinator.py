@@ -92,7 +92,7 @@ class Coordinator(WorkerGroup):
         return first == self.index
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
-        pids, ends = self._pids(), self._ends(number)
+        pids, ends = self.workers.pids(), self._ends(number)
         self._for_all = self._for_all or ends
         if self._waits or not self._running:
             self._came.append(number)
@@ -355,23 +355,23 @@ class Coordinator(WorkerGroup):
         raised = any(code > 0 and code != EXIT_PREEMPTED for code in failed.values())
         while raised and self._running and self.signalled is None and time.monotonic() < deadline:
             look()  # another rank may be about to report an error, too
-        self._kill_workers([worker for worker in self._workers if worker.rank in self._spares])
+        self.workers.kill([worker for worker in self.workers.running if worker.rank in self._spares])
         self._spares.clear()
         saving = bool(self._ending_signal)  # the ranks have it: they have the grace, and no second one
         if not saving:
-            self._terminate()
+            self.workers.terminate()
         self._announce(over=True)
         deadline = time.monotonic() + (self.args.grace if saving else STOP_SECONDS)
-        while self._workers or not self._nodes.idle:
+        while self.workers.running or not self._nodes.idle:
             look()
             if time.monotonic() > deadline:
-                killed = self._kill_workers(self._workers)
+                killed = self.workers.kill(self.workers.running)
                 if saving:
                     self._overdue.update(worker.rank for worker in killed)
                 codes.update((worker.rank, code) for worker, code in killed.items())
             if time.monotonic() > deadline + self.args.lost_seconds:
                 break  # the state of the next round kills what runs there
-        self._end_all()
+        self.workers.finish()
         return {rank: code for rank, code in codes.items() if code}
 
     def _start_again(self, codes: Mapping[int, int], failed: Container[int], left: int) -> bool:

@@ -88,7 +88,7 @@ class NodeAgent(WorkerGroup):
         alone = self.args.live and number in (signal.SIGTERM, signal.SIGINT) and not self.timed_out
         if self._connecting and self._ends(number):
             raise Interrupted(number)
-        if (self._workers or self._codes) and not alone:  # where its ranks have ended, it stays until all have
+        if (self.workers.running or self._codes) and not alone:  # where its ranks have ended, it stays until all have
             if self._ends(number):
                 self._signalled, self._handed_on = signal.SIGALRM if self.timed_out else number, True
             super()._forward(number, frame)
@@ -125,8 +125,8 @@ class NodeAgent(WorkerGroup):
                 self._take(link.state)
             state = self._state
             if self._over_since and time.monotonic() - self._over_since > STOP_SECONDS:
-                self._kill_workers(self._workers)
-            idle = not self._workers
+                self.workers.kill(self.workers.running)
+            idle = not self.workers.running
             news = {
                 "round": "" if state is None else state.round, "ended": list(self._codes), "leaves": self._leaves,
                 "signalled": self._signalled, "idle": idle,
@@ -146,9 +146,9 @@ class NodeAgent(WorkerGroup):
         if not state.wanted:
             if not self._over_since and not state.signal:  # else they end with that, within the grace
                 self._over_since = time.monotonic()
-                self._terminate()
+                self.workers.terminate()
         elif self._slot is not None:
-            if not self._begun:
+            if self.workers.fresh:
                 self._begin()
             self._waits = True
             self._match(state, self._slot)

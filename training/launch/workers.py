@@ -1,14 +1,17 @@
 """The ranks of one node: the launcher starts, watches, signals and ends their processes, and copies their output in whole lines.
 
-`WorkerGroup` is the common part of every node's launcher: it runs the ranks of the desired state, and forwards signals to them. On the
-first node it is the `Coordinator`, which decides, on the others the `NodeAgent`.
+`Workers` has the processes. `WorkerGroup` is the common part of every node's launcher: it runs the ranks of the desired state, and
+forwards signals to them. On the first node it is the `Coordinator`, which decides, on the others the `NodeAgent`.
 """
 
 from __future__ import annotations
 
 import argparse
+import codecs
 import contextlib
+import io
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -39,36 +42,161 @@ from ..contract import (
     STATUS_FILE,
     to_stderr,
 )
-from ..limits import KILL_SECONDS, OUTPUT_SECONDS, POLL_SECONDS
+from ..limits import KILL_SECONDS, OUTPUT_LOOK_SECONDS, OUTPUT_SECONDS, POLL_SECONDS
 from .ending import Attempts, too_early
 from .nodes import DesiredState, Meeting, NodeSlot, WorkerId, size
 
+_READ_BYTES = 1 << 20
+"""Bytes of one read: a pipe holds no more, so one read empties it."""
 _WRITING = threading.Lock()
 """Held during a write to the output or the errors, which are often one file: a long text takes several system calls."""
 
 
-def copied(rank: int) -> tuple[list[int], list[threading.Thread]]:
-    """Copies the output and the errors of a rank to the streams of this process, each line with the rank.
+class Workers:
+    """The processes of the ranks, each in its own process group, so that its data loaders end with it.
 
-    Returns (the two descriptors for the rank, which the caller closes after the start, the threads that copy). A thread ends when no
-    process has its descriptor open.
+    Args:
+        prefix: whether the lines of output begin with the rank.
+        blocked: whether the ranks inherit blocked signals, until they catch them.
     """
-    descriptors, threads = [], []
-    for out in (sys.stdout, sys.stderr):
-        pipe, descriptor = os.pipe()
-        descriptors.append(descriptor)
-        threads.append(threading.Thread(target=_copy, args=(rank, pipe, out), daemon=True))
-        threads[-1].start()
-    return descriptors, threads
+
+    def __init__(self, command: list[str], *, prefix: bool, blocked: bool) -> None:
+        self._command, self._prefix, self._blocked = command, prefix, blocked
+        self._running: dict[WorkerId, subprocess.Popen[bytes]] = {}
+        self._begun: set[WorkerId] = set()
+        self._output: dict[WorkerId, Output] = {}
+
+    @property
+    def running(self) -> list[WorkerId]:
+        return list(self._running)
+
+    @property
+    def fresh(self) -> bool:
+        """Whether no process was started since the last `finish`."""
+        return not self._begun
+
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._running.values()]
+
+    def match(self, wanted: Iterable[WorkerId], first: int, env: Mapping[str, str]) -> None:
+        """Kills the running processes that are not wanted, and starts the wanted processes that never ran. Raises `OSError`.
+
+        Args:
+            first: the first rank of this node, whose local rank is 0.
+        """
+        wanted = list(wanted)
+        self.kill([worker for worker in self.running if worker not in wanted])
+        new = [worker for worker in wanted if worker not in self._begun]
+        if not new:
+            return
+        if not self._running:
+            self._printed()
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED if self._blocked else ())
+        try:
+            for worker in new:
+                rank = str(worker.rank)
+                of_rank = {"RANK": rank, "ROLE_RANK": rank, "LOCAL_RANK": str(worker.rank - first)}
+                if worker.replacement:
+                    of_rank[ENV_REPLACEMENT] = str(worker.replacement)
+                self._start(worker, {**env, **of_rank})
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    def _start(self, worker: WorkerId, env: Mapping[str, str]) -> None:
+        out = errors = None
+        if self._prefix:
+            self._output[worker] = output = Output(worker.rank)
+            out, errors = output.descriptors
+        try:
+            process = subprocess.Popen(self._command, env=env, start_new_session=True, stdout=out, stderr=errors)
+        finally:
+            for descriptor in filter(None, (out, errors)):
+                os.close(descriptor)
+        self._running[worker] = process
+        self._begun.add(worker)
+
+    def ended(self) -> dict[WorkerId, int]:
+        """Returns process → exit code (Python's form) of processes that have ended, after a short sleep."""
+        time.sleep(POLL_SECONDS)
+        return self.kill([worker for worker, process in self._running.items() if process.poll() is not None])
+
+    def kill(self, workers: Iterable[WorkerId]) -> dict[WorkerId, int]:
+        """Kills the process groups of these workers, and returns their exit codes. A process keeps its id until it is waited for."""
+        processes = {worker: self._running.pop(worker) for worker in workers}
+        for process in processes.values():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+        deadline = time.monotonic() + KILL_SECONDS
+        for worker, process in processes.items():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+            if worker in self._output:
+                self._output[worker].end()
+        codes = {worker: process.returncode for worker, process in processes.items()}
+        return {worker: -signal.SIGKILL if code is None else code for worker, code in codes.items()}
+
+    def terminate(self) -> None:
+        """Sends TERM to all processes."""
+        for pid in self.pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGTERM)
+
+    def finish(self) -> None:
+        """Waits, once all processes have ended, until their output is printed. Forgets them."""
+        self._printed()
+        self._begun.clear()
+
+    def _printed(self) -> None:
+        deadline = time.monotonic() + OUTPUT_SECONDS
+        for output in self._output.values():
+            output.end()
+            output.wait(deadline)
+        self._output.clear()
 
 
-def _copy(rank: int, pipe: int, out: TextIO) -> None:
-    with open(pipe, encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            # A full disk, a reader that left, closed (None): that costs this line, not the next ones.
+class Output:
+    """Copies the output of a rank from its pipes to this process's streams, each line with the rank, in two threads.
+
+    They lose no output that the rank wrote before its end. They wait for no other process that keeps a pipe open.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank, self._ended = rank, threading.Event()
+        self.descriptors: list[int] = []
+        """Descriptors for the output and the errors of the rank. The caller closes them after the start."""
+        self._threads: list[threading.Thread] = []
+        for out in (sys.stdout, sys.stderr):
+            descriptor, other = os.pipe()
+            self.descriptors.append(other)
+            self._threads.append(threading.Thread(target=self._copy, args=(descriptor, out), daemon=True))
+            self._threads[-1].start()
+
+    def end(self) -> None:
+        """Notes that the rank has ended, and writes no more."""
+        self._ended.set()
+
+    def wait(self, deadline: float) -> None:
+        """Waits until the output of the rank, which has ended, is printed, or until the deadline (`time.monotonic`)."""
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _copy(self, descriptor: int, out: TextIO) -> None:
+        decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8")("replace"), translate=True)
+        poll, over, begun = select.poll(), False, ""
+        poll.register(descriptor, select.POLLIN)
+        while not over:
+            over = self._ended.is_set()  # before the look: the pipe has all that the rank has written
+            ready = poll.poll(0 if over else 1000 * OUTPUT_LOOK_SECONDS)
+            data = os.read(descriptor, _READ_BYTES) if ready else b""
+            over = over or bool(ready and not data)
+            *lines, begun = (begun + decoder.decode(data, final=over)).split("\n")
+            if over and begun:
+                lines.append(begun)
+            # A full disk, a reader that left, closed (None): that costs these lines, not the next ones.
             with contextlib.suppress(OSError, ValueError, AttributeError), _WRITING:
-                out.write("".join((f"[rank {rank}] ", line.removesuffix("\n"), "\n")))
+                out.write("".join(f"[rank {self._rank}] {line}\n" for line in lines))
                 out.flush()
+        os.close(descriptor)
 
 
 class Interrupted(Exception):
@@ -91,11 +219,7 @@ class WorkerGroup:
 
     def __init__(self, args: argparse.Namespace, meeting: Meeting, attempts: Attempts, hangs: Hangs) -> None:
         self.args, self.meeting, self.attempts, self._hangs = args, meeting, attempts, hangs
-        self._processes: dict[WorkerId, subprocess.Popen[bytes]] = {}
-        self._begun: set[WorkerId] = set()
-        """The processes that were started since the last `_end_all`."""
-        self._threads: list[threading.Thread] = []
-        """The threads that copy the output of the processes."""
+        self.workers = Workers(args.command, prefix=args.prefix, blocked=args.ours)
         self.signalled: int | None = None
         self.timed_out = False
         self.held = PendingSignals()
@@ -119,24 +243,8 @@ class WorkerGroup:
         earlier, self.held = self.held, PendingSignals(self.args.grace)  # from here on it takes what comes
         self.held.inherit(earlier)
 
-    @property
-    def _workers(self) -> list[WorkerId]:
-        """The running processes."""
-        return list(self._processes)
-
-    def _pids(self) -> list[int]:
-        return [process.pid for process in self._processes.values()]
-
     def _match(self, state: DesiredState, slot: NodeSlot) -> None:
-        """Kills the running processes that the state does not want, and starts those of this node that never ran. Sets torchrun's names.
-
-        Raises `OSError`.
-        """
-        wanted = [WorkerId(rank, replacement) for rank, replacement in state.wanted if rank in slot.span]
-        self._kill_workers([worker for worker in self._workers if worker not in wanted])
-        new = [worker for worker in wanted if worker not in self._begun]
-        if new and not self._processes:
-            self._printed()
+        """Starts and kills processes so that the wanted processes of this node run, with torchrun's variables. Raises `OSError`."""
         world = str(size(state.seats))
         env = {
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", **os.environ, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": str(slot.ranks),
@@ -148,31 +256,8 @@ class WorkerGroup:
         }  # fmt: skip
         if self.args.live:
             env[ENV_LIVE] = str(self.args.lost_seconds)
-        # Ranks of ours inherit blocked signals, until they catch them.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED if self.args.ours else ())
-        try:
-            for worker in new:
-                rank = str(worker.rank)
-                of_rank = {"RANK": rank, "ROLE_RANK": rank, "LOCAL_RANK": str(worker.rank - slot.first)}
-                if worker.replacement:
-                    of_rank[ENV_REPLACEMENT] = str(worker.replacement)
-                self._start_worker(worker, {**env, **of_rank})
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-    def _start_worker(self, worker: WorkerId, env: Mapping[str, str]) -> None:
-        """Starts a process in a process group of its own, so that its data loaders end with it."""
-        out = errors = None
-        if self.args.prefix:
-            (out, errors), threads = copied(worker.rank)
-            self._threads += threads
-        try:
-            process = subprocess.Popen(self.args.command, env=env, start_new_session=True, stdout=out, stderr=errors)
-        finally:
-            for descriptor in filter(None, (out, errors)):
-                os.close(descriptor)
-        self._processes[worker] = process
-        self._begun.add(worker)
+        wanted = [WorkerId(rank, replacement) for rank, replacement in state.wanted if rank in slot.span]
+        self.workers.match(wanted, slot.first, env)
 
     def _send_what_came(self) -> None:
         """Sends the signals that came during the start to the ranks."""
@@ -182,47 +267,16 @@ class WorkerGroup:
             self._forward(number, None)
 
     def _ended(self) -> dict[WorkerId, tuple[int, bool]]:
-        """Returns process → (exit code in Python's form, whether a forwarded signal ended it), of processes that have ended since the last
-        call, after a short sleep."""
-        time.sleep(POLL_SECONDS)
-        codes = self._kill_workers(
-            [worker for worker, process in self._processes.items() if process.poll() is not None]
-        )
+        """Returns process → (exit code, whether a forwarded signal ended it), of processes that have ended since the last call."""
+        codes = self.workers.ended()
         ended = {worker: (code, -code in self.held.delivered) for worker, code in codes.items()}
-        self.held.release(self._pids())
+        self.held.release(self.workers.pids())
         return ended
 
-    def _kill_workers(self, workers: Iterable[WorkerId]) -> dict[WorkerId, int]:
-        """Kills the process groups of these workers, and returns their exit codes. A process keeps its id until it is waited for."""
-        processes = {worker: self._processes.pop(worker) for worker in workers}
-        for process in processes.values():
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
-        deadline = time.monotonic() + KILL_SECONDS
-        for process in processes.values():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, deadline - time.monotonic()))
-        codes = {worker: process.returncode for worker, process in processes.items()}
-        return {worker: -signal.SIGKILL if code is None else code for worker, code in codes.items()}
-
-    def _terminate(self) -> None:
-        """Sends TERM to all processes."""
-        for pid in self._pids():
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGTERM)
-
     def _end_all(self) -> None:
-        """Kills all running processes, prints their output, and forgets them."""
-        self._kill_workers(self._workers)
-        self._printed()
-        self._begun.clear()
-
-    def _printed(self) -> None:
-        """Waits until the output of the processes, which have ended, is printed."""
-        deadline = time.monotonic() + OUTPUT_SECONDS
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        self._threads.clear()
+        """Kills all running processes, and prints their output."""
+        self.workers.kill(self.workers.running)
+        self.workers.finish()
 
     def catch(self, began: float) -> None:
         """Forwards signals to the ranks from now on. Ends the ranks, as TERM does, at the time limit, counted from `began`."""
@@ -234,7 +288,7 @@ class WorkerGroup:
     def _forward(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the handler's signature
         if self._ends(number):
             self._begin_grace(number)
-        self.held.send(self._pids(), number)  # without one, for the ranks that start next
+        self.held.send(self.workers.pids(), number)  # without one, for the ranks that start next
 
     def _begin_grace(self, number: int) -> None:
         """Begins the grace period of the ranks, at the first signal."""
@@ -254,7 +308,7 @@ class WorkerGroup:
     def _kill(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the handler's signature
         """Kills the ranks that still run at the end of the grace period. Repeats it, since a rank may just be starting."""
         signal.setitimer(signal.ITIMER_REAL, 1)
-        if pids := self._pids():
+        if pids := self.workers.pids():
             self.held.send(pids, signal.SIGKILL)
 
     def settled(self, code: int, codes: Mapping[int, int]) -> int:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import signal
+import subprocess
 import time
 
 import pytest
 
 from lockstep.training.contract import say
-from lockstep.training.launch.workers import copied
+from lockstep.training.launch.workers import Output
 from tests.ranks import training
 
 pytestmark = pytest.mark.promise("restarts")
@@ -20,14 +22,14 @@ def test_a_full_disk_costs_a_line_and_not_the_next_ones(monkeypatch: pytest.Monk
     """Nor does a rank wait for who would read them."""
     with contextlib.suppress(OSError), open("/dev/full", "w") as full:  # closing it fails, too
         monkeypatch.setattr("sys.stdout", full)
-        (out, errors), threads = copied(0)
+        output = Output(0)
+        out, errors = output.descriptors
         for _ in range(64):  # more than a pipe holds
             os.write(out, b"x" * 8191 + b"\n")
         os.write(errors, b"said\n")
         os.close(out)
         os.close(errors)
-        for thread in threads:
-            thread.join(60)
+        output.wait(time.monotonic() + 60)
 
 
 def test_the_lines_of_two_ranks_are_whole_where_a_write_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,15 +40,27 @@ def test_the_lines_of_two_ranks_are_whole_where_a_write_takes_long(monkeypatch: 
             return super().write(text[8:])
 
     monkeypatch.setattr("sys.stdout", said := Slow())
-    outputs = [copied(0), copied(1)]
-    for descriptors, _ in outputs:
-        os.write(descriptors[0], b"said\n")
-    for descriptors, threads in outputs:
-        for descriptor in descriptors:
+    outputs = [Output(0), Output(1)]
+    for output in outputs:
+        os.write(output.descriptors[0], b"said\n")
+    for output in outputs:
+        for descriptor in output.descriptors:
             os.close(descriptor)
-        for thread in threads:
-            thread.join(60)
+        output.wait(time.monotonic() + 60)
     assert sorted(said.getvalue().splitlines()) == ["[rank 0] said", "[rank 1] said"]
+
+
+def test_who_keeps_the_pipe_and_writes_on_is_not_waited_for(capfd: pytest.CaptureFixture[str]) -> None:
+    output = Output(0)
+    out, errors = output.descriptors
+    os.write(out, b"said\n")
+    with subprocess.Popen(["yes"], stdout=out, stderr=errors) as writer:
+        os.close(out)
+        os.close(errors)
+        output.end()
+        output.wait(time.monotonic() + 60)
+        assert writer.wait(60) == -signal.SIGPIPE
+    assert "[rank 0] said\n" in capfd.readouterr().out
 
 
 def test_a_name_moves_no_cursor(capsys: pytest.CaptureFixture[str]) -> None:
