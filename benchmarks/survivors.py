@@ -243,15 +243,15 @@ def measured(lines: list[Line], kill: Kill, following: float) -> dict[str, Any]:
 
 
 def add_regrouped(rows: list[dict[str, Any]], kills: list[Kill], events: Path) -> None:
-    """The phases of `live`, one after the other: until a rank notices, those that it tells, and what is left of the step."""
+    """The phases of `live`, one after the other: until a rank notices, until the ranks have met, and what is left of the step."""
     told = [json.loads(line) for line in events.read_text().splitlines()] if events.exists() else []
     clocks = time.time() - time.monotonic()
     regrouped = [event for event in told if event["event"] == "regrouped"]
     for event in regrouped[: len(kills)]:
         row, kill = rows[event["generation"] - 1], kills[event["generation"] - 1]
         met = event["time"] - clocks - kill.t
-        noticed = {"noticed": met - sum(event["seconds"].values())}
-        row["parts"] = {**noticed, **event["seconds"], "step": (row["next_step"] or 0.0) - met}
+        parts = {"noticed": met - event["seconds"], "met": event["seconds"], "step": (row["next_step"] or 0.0) - met}
+        row["parts"] = parts
 
 
 def samples(steps: list[Line]) -> dict[str, int]:

@@ -231,9 +231,11 @@ def main(argv: list[str] | None = None, env: Mapping[str, str] | None = None) ->
     env = os.environ if env is None else env
     try:
         keep_out_others()
+        if argv[:1] == ["launch"]:  # it parses its own arguments
+            with extras.explained():
+                launch = importlib.import_module("lockstep.training.launch.command")
+            return int(launch.main(argv[1:]))
         with extras.explained():
-            if argv[:1] == ["launch"]:  # it parses its own arguments
-                return int(importlib.import_module("lockstep.training.launch.command").main(argv[1:]))
             args = _parser().parse_args(argv)
             action: Callable[[argparse.Namespace, Mapping[str, str]], int] = args.action
             return action(args, env)

@@ -88,11 +88,11 @@ def _launched(*words: str, cwd: Path = ROOT) -> Result:
 
 @pytest.mark.promise("bad-input")
 def test_the_reason_why_a_program_cannot_be_started_is_printed(tmp_path: Path) -> None:
-    (tmp_path / "exe.sh").touch(0o755)
     (tmp_path / "train.py").touch(0o644)
-    for word, told in (("exe.sh", "./exe.sh"), ("train.py", "python train.py"), ("none", "none")):
+    for word in ("train.py", "none"):
         done = _launched("--", word, cwd=tmp_path)
-        assert done.code == 2 and told in done.output and len(done.output.splitlines()) == 1, done.output
+        told = f"error: launch: {word} is no executable program on PATH"
+        assert done.code == 2 and done.output.startswith(told) and len(done.output.splitlines()) == 1, done.output
 
 
 @pytest.mark.promise("named-rank")

@@ -49,7 +49,7 @@ from . import exec_rank
 from .coordinator import Coordinator
 from .ending import Attempts, cluster_code, exit_code
 from .node_agent import NodeAgent
-from .nodes import CannotMeet, Meeting, NotMet, opened
+from .nodes import CannotMeet, Meeting, opened
 from .workers import Interrupted, handle, leave_while_waiting, nothing
 
 
@@ -63,7 +63,9 @@ def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
         os.environ.pop(name, None)
     payload.enter(args)
     if shutil.which(args.command[0]) is None:
-        raise UserError(f"launch: {_why_not(args.command[0])}")
+        raise UserError(
+            f"launch: {args.command[0]} is no executable program on PATH: write ./{args.command[0]}, or put its interpreter before it"
+        )
     args.command = exec_rank.wrapped(args.command)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // args.ranks)))
     os.environ[ENV_LAUNCHER] = str(os.getpid())
@@ -76,17 +78,12 @@ def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
         signal.SIGCHLD, signal.SIG_DFL
     )  # ignored, as a parent may have left it, it hides how ranks have ended
     args.caught = tuple(number for number in FORWARDED if signal.getsignal(number) is not signal.SIG_IGN)
-    try:
-        with tempfile.TemporaryDirectory(prefix="lockstep-", ignore_cleanup_errors=True) as folder:
-            note = Path(folder) / "run"
-            os.environ[ENV_NOTE] = str(note)
-            code, final, first = _run(args, nodes, attempts, Hangs(Path(folder)))
-            if code == EXIT_FAILED and args.exit_codes == "plain":
-                _tell_saved(note)
-    except NotMet as error:
-        to_stderr(f"launch: {error}: giving up")
-        attempts.end(EXIT_FAILED, final=True)
-        return EXIT_FAILED  # unmapped: it was no failure, and no cluster shall start this node again
+    with tempfile.TemporaryDirectory(prefix="lockstep-", ignore_cleanup_errors=True) as folder:
+        note = Path(folder) / "run"
+        os.environ[ENV_NOTE] = str(note)
+        code, final, first = _run(args, nodes, attempts, Hangs(Path(folder)))
+        if code == EXIT_FAILED and args.exit_codes == "plain":
+            _tell_saved(note)
     if args.session is not None and code == EXIT_DONE and (warning := args.session.unused()):
         to_stderr(f"launch: warning: {warning}")
     attempts.end(code, final)
@@ -99,13 +96,8 @@ def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace, nodes: Meeting, attempts: Attempts, hangs: Hangs) -> tuple[int, bool, bool]:
-    """Returns (exit code of the ranks, whether another node has ended the job with this code, whether this node leaves first). If another
-    node has ended the job, no cluster may restart this node. Raises `NotMet`."""
-
-    def final(code: int) -> bool:
-        return code == EXIT_FAILED and attempts.used >= args.max_restarts
-
-    began, group = time.monotonic(), None
+    """Returns (exit code of the ranks, whether no cluster may restart this node, whether this node leaves first)."""
+    began, group, final = time.monotonic(), None, False
     handle((*args.caught, signal.SIGALRM), leave_while_waiting)
     signal.setitimer(signal.ITIMER_REAL, args.time_limit)
     try:
@@ -118,20 +110,15 @@ def _run(args: argparse.Namespace, nodes: Meeting, attempts: Attempts, hangs: Ha
             return group.settled(ending.code, {}), ending.final, ending.first == group.index
         codes = group.run()
         code = group.settled(exit_code(codes.values()) if codes else EXIT_DONE, codes)
-        return code, False, group.part(code, final(code), codes).first == group.index
+        return code, False, group.part(code, codes)
     except Interrupted as error:
         handle(args.caught, signal.SIG_IGN)
         over = error.number == signal.SIGALRM if group is None else group.timed_out
         what = f"the time limit of {args.time_limit} s is over" if over else error.number.name
         again = " again" if group is not None and group.has_begun else ""
         code, why = EXIT_TIMED_OUT if over else EXIT_PREEMPTED, f"{what} before the ranks had started{again}"
-    except NotMet as error:
-        if isinstance(group, Coordinator):
-            group.note(EXIT_FAILED, str(error))
-            group.part(EXIT_FAILED, True, ())
-        raise
     except CannotMeet as error:
-        code, why = error.code, f"the nodes did not meet at {nodes.endpoint}: {str(error).splitlines()[0]}"
+        code, why, final = error.code, str(error), error.final
     except DistError as error:
         code, why = EXIT_FAILED, f"the store where ranks or nodes meet is lost: {str(error).splitlines()[0]}"
     except OSError as error:
@@ -141,8 +128,8 @@ def _run(args: argparse.Namespace, nodes: Meeting, attempts: Attempts, hangs: Ha
     if isinstance(group, Coordinator):
         group.note(code, why)
         with contextlib.suppress(DistError):
-            first = group.part(code, final(code), ()).first == group.index
-    return code, False, first
+            first = group.part(code, (), final)
+    return code, final, first
 
 
 def _parse(argv: list[str], env: Mapping[str, str]) -> argparse.Namespace:
@@ -258,16 +245,6 @@ def rank_count(text: str, command: list[str]) -> int:
     if not re.fullmatch(r"[1-9]\d{0,3}", text):
         raise UserError(f"--ranks must be a number from 1, or auto; got {text!r}")
     return int(text)
-
-
-def _why_not(program: str) -> str:
-    """Returns why a program cannot be started, and the remedy."""
-    if not os.path.isfile(program):
-        return f"there is no program {program!r}"
-    if os.access(program, os.X_OK):
-        return f"{program} is in this folder, and not on PATH: write ./{program}"
-    interpreter = "python" if program.endswith(".py") else "sh"
-    return f"{program} is not executable: put its interpreter before it, as in -- {interpreter} {program}"
 
 
 def _tell_saved(note: Path) -> None:

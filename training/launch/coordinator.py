@@ -60,7 +60,7 @@ class Coordinator(WorkerGroup):
         Raises:
             OSError: a rank cannot be started.
             Interrupted: a signal ends the launcher before the ranks have started.
-            NotMet: not all nodes came.
+            CannotMeet: not all nodes came.
         """
         self._allowed = self.attempts.left
         try:
@@ -78,17 +78,18 @@ class Coordinator(WorkerGroup):
         finally:
             self._end_all()
 
-    def part(self, code: int, final: bool, codes: Iterable[int]) -> Ending:
-        """Announces the end of the job to the other nodes. Returns the announcement.
+    def part(self, code: int, codes: Iterable[int], final: bool = False) -> bool:
+        """Announces the end of the job to the other nodes. Returns whether this node leaves first.
 
         Args:
             codes: the failed ranks. The node of the first failed rank leaves first, else this node. Clusters end a job with the first node
                 that leaves, and remove the others' logs.
+            final: whether no cluster may restart a node, even with restarts left.
         """
         first = next((self._nodes.slots.index(self._slot(rank)) for rank in sorted(codes)), 0)
-        ending = Ending(code=code, final=final, first=first)
-        self._nodes.part(ending)
-        return ending
+        final = final or (code == EXIT_FAILED and self.attempts.left <= 0)
+        self._nodes.part(Ending(code=code, final=final, first=first))
+        return first == self.index
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         pids, ends = self.workers.pids(), self._ends(number)
@@ -126,7 +127,6 @@ class Coordinator(WorkerGroup):
         self._overdue: set[int] = set()
         """Ranks that were killed at the end of the grace period."""
         self._store = stores.tcp_store(self.meeting.address, 0, serves=True, seconds=STORE_SECONDS)
-        self._store.set(stores.NODES, json.dumps([slot.ranks for slot in self._nodes.slots]))
         self._begin()
         self._announce()
         self._stops = False
@@ -336,7 +336,7 @@ class Coordinator(WorkerGroup):
                     to_stderr(
                         f"launch: the replacement of rank {worker.rank} {how(code)}: the others train on without it"
                     )
-        self._hangs.look([worker.rank for worker in self.workers.running if self._running.get(worker.rank) == worker])
+        self._hangs.look([worker.rank for worker in self._workers if self._running.get(worker.rank) == worker])
         return ended, events
 
     def _end(self, failed: Mapping[int, int]) -> dict[int, int]:

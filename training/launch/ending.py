@@ -100,8 +100,8 @@ class Attempts:
     """The count of a job's restarts, in a file that a replaced first node reads again. Without a folder it lasts as long as the process.
 
     Kubernetes replaces a failed pod (`restartPolicy: ExitCode`) without counting, and a killed launcher cannot count itself. So the first
-    node, which counts for all, keeps a file on the run's shared storage. If the file has "running" at the start, the previous launcher
-    was killed.
+    node, which counts for all, keeps a file on the run's shared storage. While the ranks run, the file counts one restart more: the one
+    that follows if this launcher is killed.
 
     Args:
         folder: folder of the file, one for each job; None: no file.
@@ -124,20 +124,19 @@ class Attempts:
             return True
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            self.used, killed = self._read(self._file)
+            self.used = self._read(self._file)
+            if self.left < 0:
+                self._file.unlink()
+                return False
+            self._write(self._file, self.used + 1)
         except OSError as error:
             raise UserError(f"cannot count restarts in {self._file.parent}: {error.strerror}") from None
-        self.used += killed
-        if self.used > self.limit:
-            self._forget()
-            return False
-        self._write(running=True)
         return True
 
     def restarted(self) -> None:
         """Counts a restart of the ranks."""
         self.used, self.times = self.used + 1, self.times + 1
-        self._write(running=True, only_known=True)
+        self._count(self.used + 1)
 
     def end(self, code: int, final: bool = False) -> None:
         """Settles the count: a preemption costs nothing, a failure costs one, and a final end resets the count.
@@ -146,35 +145,27 @@ class Attempts:
             final: whether the job is over, even with restarts left.
         """
         if code == EXIT_PREEMPTED:
-            self._write(running=False, only_known=True)
-        elif final or code != EXIT_FAILED or self.left <= 0:
-            self._forget()
-        else:
-            self.used += 1
-            self._write(running=False, only_known=True)
-            self.used -= 1  # what `cluster_code` compares with the limit: restarts so far
+            self._count(self.used)
+        elif self._file is not None and (final or code != EXIT_FAILED or self.left <= 0):
+            self._file.unlink(missing_ok=True)
 
     @staticmethod
-    def _read(file: Path) -> tuple[int, int]:
+    def _read(file: Path) -> int:
         try:
-            value = files.parsed(files.read(file, 1 << 16))
-            return int(value["used"]), int(value["running"] is True)
+            return int(files.parsed(files.read(file, 1 << 16))["used"])
         except FileNotFoundError:
-            return 0, 0
+            return 0
         except (ValueError, KeyError, TypeError):
-            return 0, 1  # cut off while it was written: by a kill
+            return 1  # a machine crashed during the write
 
-    def _write(self, running: bool, only_known: bool = False) -> None:
-        if self._file is None or (only_known and not self._file.exists()):
-            return  # the job's final ending has removed the count
-        try:
-            files.publish(self._file, json.dumps({"used": self.used, "running": running}).encode())
-        except OSError as error:
-            why = f"cannot count restarts in {self._file.parent}: {error.strerror}"
-            if not only_known:
-                raise UserError(why) from None
-            to_stderr(f"launch: warning: {why}")  # how the job ends is as it would be
+    @staticmethod
+    def _write(file: Path, used: int) -> None:
+        files.publish(file, json.dumps({"used": used}).encode())
 
-    def _forget(self) -> None:
-        if self._file is not None:
-            self._file.unlink(missing_ok=True)
+    def _count(self, used: int) -> None:
+        """Writes the count, if the job has one. How the job ends is as it would be without the file."""
+        if self._file is not None and self._file.exists():
+            try:
+                self._write(self._file, used)
+            except OSError as error:
+                to_stderr(f"launch: warning: cannot count restarts in {self._file.parent}: {error.strerror}")

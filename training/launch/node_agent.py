@@ -10,15 +10,15 @@ from types import FrameType
 
 from lockstep.wire.hangs import Hangs
 
-from ..contract import EXIT_PREEMPTED, to_stderr
+from ..contract import EXIT_PREEMPTED, EXIT_USAGE, to_stderr
 from ..limits import NODE_LOOK_SECONDS, STOP_SECONDS, STOPPED_SECONDS
 from .ending import Attempts
 from .nodes import (
     FOREIGN,
     LEASE,
+    CannotMeet,
     DesiredState,
     Ending,
-    Foreign,
     Meeting,
     NodeSlot,
     Report,
@@ -57,8 +57,9 @@ class NodeAgent(WorkerGroup):
         return -1 if self._state is None or self._slot is None else self._state.seats.index(self._slot)
 
     def run(self, store: SignedStore, number: int) -> Ending:
-        """Runs the ranks of this node. Returns the end of the job, or of this node's part in it. Raises `NotMet`, `CannotMeet`, `OSError`,
-        `Interrupted`.
+        """Runs the ranks of this node. Returns the end of the job, or of this node's part in it.
+
+        Raises `CannotMeet`, `OSError`, `Interrupted`.
 
         Args:
             store: the first node's store.
@@ -106,9 +107,9 @@ class NodeAgent(WorkerGroup):
             if time.monotonic() - looked > STOPPED_SECONDS:
                 link.heard_before(self._lease / 2)
             self._codes += [(worker.rank, worker.replacement, *how) for worker, how in ended.items()]
-            self._hangs.look([worker.rank for worker in self.workers.running])
+            self._hangs.look([worker.rank for worker in self._workers])
             if link.foreign:
-                raise Foreign(FOREIGN)
+                raise CannotMeet(f"the nodes did not meet at {self.meeting.endpoint}: {FOREIGN}", EXIT_USAGE)
             if link.silent(self._lease):
                 then = ", and it joins again" if self.signalled is None else ""
                 what = "is gone" if link.broken else f"has not answered for {self._lease:g} s"

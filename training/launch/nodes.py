@@ -6,7 +6,7 @@ that is read twice, late or not at all does no harm. A store authenticates no cl
 there. So both are JSON with an HMAC by a secret of the job. Nothing is unpickled, and a value without a valid HMAC counts as missing.
 
 A pod that pulls its image for twenty minutes is no failure of the other nodes. So the launcher tries connection and join until
-`--join-timeout`, and prints the number of missing nodes once a minute.
+`--join-timeout`, after one line about the wait.
 
 A node without a new report for `--lost-seconds` (15 without `--live`) is lost. It has ended its own ranks by then: a launcher whose
 reports have not arrived for half of that time kills them. So no rank writes into the run directory when the others take over its work.
@@ -32,11 +32,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch.distributed import HashStore, PrefixStore, Store
 from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
 
-from ..contract import ENV_SECRET, EXIT_FAILED, EXIT_USAGE, MASTER_PORT, UserError, to_stderr
+from ..contract import ENV_SECRET, EXIT_FAILED, MASTER_PORT, UserError, to_stderr
 from ..limits import (
     HEARD_SECONDS,
     LEAVE_SECONDS,
-    MISSING_NODES_SECONDS,
     NODE_LOOK_SECONDS,
     STORE_SECONDS,
 )
@@ -59,20 +58,17 @@ FOREIGN = (
 )
 
 
-class NotMet(Exception):
-    """An error for nodes that did not meet in time. A restart of this node would not help."""
-
-
 class CannotMeet(Exception):
-    """An error for a node that can neither serve nor use the store of the rendezvous."""
+    """An error for nodes that do not meet: in time, or at this store.
 
-    code = EXIT_FAILED
+    Args:
+        code: exit code of the launcher.
+        final: whether no cluster may restart this node, because it has not failed.
+    """
 
-
-class Foreign(CannotMeet):
-    """An error for a value in the store that is not signed with this node's secret. A restart of this node would not help."""
-
-    code = EXIT_USAGE
+    def __init__(self, message: str, code: int = EXIT_FAILED, final: bool = False) -> None:
+        super().__init__(message)
+        self.code, self.final = code, final
 
 
 Document = TypeVar("Document", bound=BaseModel)
@@ -168,7 +164,7 @@ class Meeting:
 def opened(wanted: Meeting) -> tuple[SignedStore, int]:
     """Returns (store, 0) if this node serves the store and decides, else the result of `joined`.
 
-    The only node of a job has the store in its memory. Raises `CannotMeet`, and `NotMet` as `joined`.
+    The only node of a job has the store in its memory. Raises `CannotMeet`.
     """
     if wanted.nodes == 1:
         return _signed(wanted, HashStore(), 0)
@@ -182,17 +178,17 @@ def opened(wanted: Meeting) -> tuple[SignedStore, int]:
             return _signed(wanted, _tcp_store(wanted, serves=True), 0)
         return _signed(wanted, _tcp_store(wanted, serves=False), 1)
     except (OSError, ValueError, RuntimeError) as error:
-        raise CannotMeet(str(error)) from error
+        raise CannotMeet(f"the nodes did not meet at {wanted.endpoint}: {str(error).splitlines()[0]}") from error
 
 
 def joined(wanted: Meeting) -> tuple[SignedStore, int]:
     """Waits until a node serves the store. Returns the store, and the number of this launcher among those that have come.
 
     Raises:
-        NotMet: no node has served it within the join timeout.
+        CannotMeet: no node has served it within the join timeout.
     """
     timeout, address = wanted.join_seconds, wanted.host_and_port
-    began = last_report = time.monotonic()
+    began, waits = time.monotonic(), False
     while True:
         try:
             # In Python first: a signal ends this wait at once, and not the one in torch's store.
@@ -202,13 +198,14 @@ def joined(wanted: Meeting) -> tuple[SignedStore, int]:
             problem = error.strerror or str(error)
         except (ValueError, RuntimeError) as error:  # torch's DistError among them
             problem = str(error).splitlines()[0]
-        now = time.monotonic()
-        if now - began >= timeout:
-            raise NotMet(f"there was no answer at {wanted.endpoint} for {timeout:g} s: {problem}")
-        if now - last_report >= MISSING_NODES_SECONDS:
-            last_report = now
-            to_stderr(f"launch: no answer at {wanted.endpoint} yet ({problem}): {waiting(now - began, timeout)}")
-        time.sleep(min(1.0, max(0.0, timeout - (now - began))))
+        left = began + timeout - time.monotonic()
+        if left <= 0:
+            why = f"there was no answer at {wanted.endpoint} for {timeout:g} s: {problem}: giving up"
+            raise CannotMeet(why, final=True)
+        if not waits:
+            waits = True
+            to_stderr(f"launch: waits for {wanted.endpoint}, up to {timeout:g} s ({problem})")
+        time.sleep(min(1.0, left))
 
 
 def _tcp_store(wanted: Meeting, serves: bool) -> Store:
@@ -367,12 +364,12 @@ class Nodes:
         self._looked = -math.inf
 
     def gather(self, over: Callable[[], bool]) -> None:
-        """Waits for the nodes, and gives each a slot, nodes of the last round first. Raises `NotMet`.
+        """Waits for the nodes, and gives each a slot, nodes of the last round first. Raises `CannotMeet`.
 
         Args:
             over: called during the wait; returns whether to end the wait.
         """
-        began = last_report = time.monotonic()
+        began, waits = time.monotonic(), False
         nodes, seconds = self._meeting.nodes, self._meeting.join_seconds
         while True:
             self._look()
@@ -381,16 +378,15 @@ class Nodes:
                 for number, other in sorted(self._others.items())
                 if other.came >= began and self._may_join(other)  # an earlier report may be of a node that is gone
             ]
-            now, missing = time.monotonic(), nodes - 1 - len(here)
+            missing = nodes - 1 - len(here)
             if missing <= 0 or over():
                 break
-            if now - began > seconds:
-                raise NotMet(f"{missing} of {nodes} nodes did not come within {seconds:g} s")
-            if now - last_report > MISSING_NODES_SECONDS:
-                last_report = now
-                to_stderr(
-                    f"launch: {len(here) + 1} of {nodes} nodes are here, {missing} missing: {waiting(now - began, seconds)}"
-                )
+            if time.monotonic() - began > seconds:
+                why = f"{missing} of {nodes} nodes did not come within {seconds:g} s: giving up"
+                raise CannotMeet(why, final=True)
+            if not waits:
+                waits = True
+                to_stderr(f"launch: waits for {missing} of {nodes} nodes, up to {seconds:g} s")
             time.sleep(NODE_LOOK_SECONDS)
         chosen = sorted(here, key=lambda number: (not self._has_slot(number), number))[: nodes - 1]
         slots = self.slots[:1]
@@ -504,7 +500,3 @@ class Nodes:
             other.leaving = other.leaving + passed if other.report.leaves else 0.0
             if other.silent > self._lost_seconds and not self._has_slot(number):
                 del self._others[number]
-
-
-def waiting(elapsed: float, timeout: float) -> str:
-    return f"waiting, {elapsed:.0f} s of {timeout:.0f} s"

@@ -106,9 +106,9 @@ class Live:
     def __init__(self, world: World, timeout: float) -> None:
         assert world.master is not None
         self.world, self._timeout = world, timeout
-        self.regrouped: Callable[[dict[int, str], list[int], dict[str, float]], None] = lambda *_: None
-        """Called after the ranks have met again, with the lost ranks (rank → how it ended), the admitted ranks and phase → seconds. Ranks
-        are initial ranks. The function must make no calls."""
+        self.regrouped: Callable[[dict[int, str], list[int], float], None] = lambda *_: None
+        """Called after the ranks have met again, with the lost ranks (rank → how it ended), the admitted ranks, and the seconds that this
+        took. Ranks are initial ranks. The function must make no calls."""
         self.rank = world.initial_rank
         """The initial rank of this process, by which the launcher names it."""
         self.done = 0
@@ -140,10 +140,8 @@ class Live:
         else:
             self._store = stores.without_prefix(dist.distributed_c10d._get_default_store())
             self._peers = world.peers
-        self._nodes = [
-            node for node, ranks in enumerate(stores.numbers(self._store, stores.NODES)) for _ in range(ranks)
-        ]
-        """Rank → its node, for all ranks that were started."""
+        self._started = world.rank if world.replacement else world.size
+        """The number of ranks that were started."""
         of_node = int(os.environ[ENV_LIVE]) if world.nodes > 1 else 0
         self._announced_seconds = ANNOUNCED_SECONDS + of_node
         before = process.connections()
@@ -252,7 +250,7 @@ class Live:
             take_part: joins the collectives of `admit`'s `state`.
         """
         world, number = self.world, self.world.replacement
-        self._gone = {rank: how for rank in range(len(self._nodes)) if (how := self._ended_how(rank))}
+        self._gone = {rank: how for rank in range(self._started) if (how := self._ended_how(rank))}
         self._store.set(stores.prepared(number), "1")
         self._store.add(stores.WAITING, 1)
         while not self._store.check([stores.admitted(number)]):
@@ -383,15 +381,14 @@ class Live:
         result: Results | None = None
         lost: dict[int, str] = {}
         joined: list[int] = []
+        began = time.monotonic()
         while True:
-            began = time.monotonic()
             with self._news:
                 self._news.wait_for(lambda: self._announced[0] > self.world.generation, self._announced_seconds)
                 generation, members = self._announced
                 self._news.wait_for(lambda: self._ended >= generation, self._timeout)  # noqa: B023 - called at once
             if generation <= self.world.generation:
                 raise failure
-            announced = time.monotonic()
             if self.rank not in members:
                 raise RestartRequired(f"the launcher takes rank {self.rank} for lost: all ranks have to start again")
             self.world.generation = generation
@@ -400,8 +397,7 @@ class Live:
             self._newcomers = [rank for rank in [*self._newcomers, *new] if rank in members]
             lost |= self._note_lost(members)
             try:
-                here = self._join_in_time(members)
-                met = time.monotonic()
+                self._join_in_time(members)
                 received = self._catch_up()
                 result = received if received is not None else result
             except RestartRequired:
@@ -409,13 +405,7 @@ class Live:
             except (_Superseded, RuntimeError, ValueError) as error:
                 failure = _without_frames(error)
                 continue
-            seconds = {
-                "announced": announced - began,
-                "here": here - announced,
-                "met": met - here,
-                "sent": time.monotonic() - met,
-            }
-            self.regrouped(lost, joined, seconds)
+            self.regrouped(lost, joined, time.monotonic() - began)
             return result
 
     def _note_lost(self, members: list[int]) -> dict[int, str]:
@@ -432,17 +422,17 @@ class Live:
         key = stores.ended(rank)
         return stores.said(self._store, key, r"[ -~]+")
 
-    def _join_in_time(self, members: list[int]) -> float:
-        """Forms the group in several attempts. Returns the time (`time.monotonic`) when all ranks had come. Raises `_Superseded`,
-        `RestartRequired`.
+    def _join_in_time(self, members: list[int]) -> None:
+        """Forms the group in several attempts. Raises `_Superseded`, `RestartRequired`.
 
         If a rank is lost while gloo connects the others, they wait until gloo times out. So the first attempts have little time.
         """
         for attempt in range(ATTEMPTS):
             try:
-                return self._join(
+                self._join(
                     f"lockstep/live/meeting/{self.world.generation}.{attempt}", members, MEET_SECONDS * 2**attempt
                 )
+                return
             except RestartRequired:
                 raise
             except (RuntimeError, ValueError) as error:
@@ -452,7 +442,7 @@ class Live:
             f"{self._who()}, and the others could not connect again ({reason}): all ranks have to start again"
         )
 
-    def _join(self, prefix: str, members: list[int], seconds: float) -> float:
+    def _join(self, prefix: str, members: list[int], seconds: float) -> None:
         """Makes one attempt. Raises `RuntimeError`, too.
 
         Args:
@@ -469,7 +459,7 @@ class Live:
                 f"{self._who()}, and rank {', '.join(missing)} has not met the others within {self._timeout:g} s: "
                 "all ranks have to start again"
             )
-        began, before = time.monotonic(), process.connections()
+        before = process.connections()
         dist.init_process_group(
             "gloo", store=dist.PrefixStore(f"{prefix}/group", store), rank=members.index(self.rank),
             world_size=len(members), timeout=timedelta(seconds=seconds),
@@ -487,12 +477,7 @@ class Live:
         self.check()  # what was announced meanwhile has shut the connections before
         store.set_timeout(timedelta(seconds=self._timeout))
         self.world.group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=self._timeout))
-        world = self.world
-        world.rank, world.size = members.index(self.rank), len(members)
-        here = [rank for rank in members if self._nodes[rank] == self._nodes[self.rank]]
-        world.local_rank, world.local_size = here.index(self.rank), len(here)
-        world.nodes = len({self._nodes[rank] for rank in members})
-        return began
+        self.world.rank, self.world.size = members.index(self.rank), len(members)
 
     def _until_said(self, keys: list[str], seconds: float) -> bool:
         """Returns whether the store has all keys in time. Raises `_Superseded`."""

@@ -3,7 +3,6 @@ abort. Also tells which errors come from connections to other ranks."""
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import os
@@ -130,7 +129,7 @@ _TASKS = Path("/proc/self/task")
 def let_gloo_finish() -> None:
     """Waits until gloo's threads have released the tensors that they have sent. A script's group may be open still, or a DDP may hold it.
 
-    The caller must call this function before the interpreter begins to exit. `time.sleep` releases the interpreter's lock meanwhile.
+    It runs before the interpreter begins to exit (`joined` registers it). `time.sleep` releases the interpreter's lock meanwhile.
 
     If a thread drops a tensor while the interpreter exits, Python ends the thread inside C++. This aborts the process ("terminate called
     without an active exception", exit code 134). Only Linux shows the states of threads; elsewhere there is no wait.
@@ -143,9 +142,6 @@ def let_gloo_finish() -> None:
         if now == before and all(state == "S" for state, _ in now.values()):
             return
         before = now
-
-
-atexit.register(let_gloo_finish)
 
 
 def _looked() -> dict[str, tuple[str, str]]:

@@ -97,10 +97,6 @@ def ended(rank: int) -> str:
     return f"lockstep/ended/{rank}"
 
 
-NODES = "lockstep/live/nodes"
-"""The key, in the store without a prefix, at which the launcher lists the number of ranks of each node under `--live` (JSON)."""
-
-
 def ready(rank: int) -> str:
     """Returns the key there at which a rank reports that its loop has begun: from then on the others can continue without it."""
     return f"lockstep/live/ready/{rank}"

@@ -127,7 +127,7 @@ class Attempt:
         run.console.line(f"Preprocessing: {preprocessing:.2f} seconds")
         return self
 
-    def _regrouped(self, lost: Mapping[int, str], joined: Sequence[int], seconds: Mapping[str, float]) -> None:
+    def _regrouped(self, lost: Mapping[int, str], joined: Sequence[int], seconds: float) -> None:
         """Reports the new group of ranks, after a rendezvous without the lost ranks or with admitted ones. All ranks call it.
 
         A new rank 0 opens the run directory. Rank 0 reports events, metrics, status.json and a console line.
@@ -135,7 +135,7 @@ class Attempt:
         Args:
             lost: rank → how it was lost.
             joined: the ranks that were admitted.
-            seconds: phase → its duration.
+            seconds: duration of the rendezvous.
 
         Raises:
             RestartRequired: rank 0 was lost, and this rank cannot open the run directory.
@@ -155,10 +155,13 @@ class Attempt:
             run.event("rank_lost", step=run.user_state.steps, rank=rank, how=how)
         for rank in joined:
             run.event("rank_joined", step=run.user_state.steps, rank=rank)
-        run.goodput.regrouped(sum(seconds.values()))
-        phases = {name: round(value, 4) for name, value in seconds.items()}
+        run.goodput.regrouped(seconds)
         run.event(
-            "regrouped", step=run.user_state.steps, world_size=world.size, generation=world.generation, seconds=phases
+            "regrouped",
+            step=run.user_state.steps,
+            world_size=world.size,
+            generation=world.generation,
+            seconds=round(seconds, 4),
         )
         if run.directory is not None:
             assert world.live is not None
