@@ -108,4 +108,4 @@ def make_shards(folder: Path, samples: int = 12) -> Path:
 
 def train(*words: str) -> int:
     """The exit code of `python -m lockstep.training WORDS`, in this process: for hundreds of calls."""
-    return Inside("training.__main__").main(list(words), {})
+    return Inside("training.__main__").main(list(words))

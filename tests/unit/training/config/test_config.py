@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from hypothesis import strategies as st
 from lockstep.training import config
 from lockstep.training.config import settings
 from tests.product import UserError
-from tests.ranks import training
 
 
 @pytest.mark.parametrize("name", config.recipes())
@@ -107,7 +105,7 @@ def test_what_makes_another_run_is_in_the_hash() -> None:
 
 def test_the_schema_of_a_recipe() -> None:
     """Editors read it: it takes every recipe, and it finds what a person gets wrong."""
-    schema = json.loads(training("settings", "--schema").output)
+    schema = settings.json_schema(config.Config)
     check = jsonschema.Draft202012Validator(schema)
     for path in config.RECIPES.glob("*.yaml"):
         check.validate(yaml.safe_load(path.read_text()))
