@@ -119,9 +119,7 @@ class Attempt:
             run.world.live = Live(run.world, run.config.collective_timeout)
         if run.world.live is not None:
             run.world.live.regrouped = self._regrouped
-        run.event(
-            "start", world_size=run.world.size, step=run.user_state.steps, config_hash=run.config.hash()
-        )  # fmt: skip
+        run.event("start", world_size=run.world.size, step=run.user_state.steps)
         preprocessing = time.perf_counter() - run.began
         run.event("prepared", seconds=preprocessing)
         run.console.line(f"Preprocessing: {preprocessing:.2f} seconds")

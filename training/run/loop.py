@@ -398,7 +398,7 @@ class Loop:
             "examples_seen": run.user_state.samples, "trained_seconds": trained,
             "wall_seconds": time.perf_counter() - run.began, "restarts": run.attempt - 1,
             "preemptions": history.get("preemptions", 0), "checkpoint_failures": saver.failures,
-            "config_hash": run.config.hash(), "weights_sha256": weights, "logged": run.user_state.logged,
+            "weights_sha256": weights, "logged": run.user_state.logged,
             "goodput": run.goodput.account.plain(), **run.user_state.summary,
         }  # fmt: skip
         if run.progressed or not self._stands():
