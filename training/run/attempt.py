@@ -328,7 +328,7 @@ class Attempt:
             self._check_closeness()
 
     def _tell_slow_rank(self) -> None:
-        """Reports the slow rank, or its end, if the verdict of `SlowRank` has changed."""
+        """Reports the slow rank, if the verdict of `SlowRank` has changed."""
         run, verdict, before = self.run, self.slow.verdict, self._named
         self._named = None if verdict is None else (verdict.rank, verdict.phase)
         run.metrics.slow_rank(None if verdict is None else (verdict.rank, verdict.phase, verdict.share))
@@ -341,9 +341,6 @@ class Attempt:
         if plain is not None:
             run.event("slow_rank", step=run.user_state.steps, **plain)
             run.console.line(f"A slow rank: {slow_rank_line(plain)}")
-        elif before is not None:
-            run.event("slow_rank_over", step=run.user_state.steps, rank=before[0])
-            run.console.line(f"Rank {before[0]} is slow no longer")
 
     def _check_closeness(self) -> None:
         self.run.state.clock.settle()
