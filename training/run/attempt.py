@@ -173,7 +173,7 @@ class Attempt:
     def _desynced(self, reason: str) -> None:
         """Reports, before the process ends, that the ranks are no longer at the same step."""
         run = self.run
-        run.goodput.failed(in_collective=True)
+        run.goodput.failed()
         run.goodput.end(EXIT_FAILED)
         if run.directory is not None:
             run.directory.status(EXIT_FAILED, reason, run.user_state.steps)

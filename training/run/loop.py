@@ -68,7 +68,6 @@ class Loop:
             else:
                 (optimizer,) = replica.optimizers.values()
                 self.step.recorder = Recorder(optimizer, replica.sync, run.world, run.console.warn)  # type: ignore[arg-type]
-        run.goodput.enter(TimeCategory.FIRST_STEP)
 
     # The epochs.
 
