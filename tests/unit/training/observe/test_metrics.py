@@ -18,7 +18,6 @@ from prometheus_client.parser import text_string_to_metric_families as parse
 from lockstep.training.observe.metrics import PREFIX, TABLE, Exporter, Metrics
 from lockstep.training.parallel.world import World
 from tests import product
-from tests.processes import poll
 
 pytestmark = pytest.mark.promise("metrics")
 CPU = torch.device("cpu")
@@ -215,20 +214,3 @@ def test_idle_connections_keep_no_client_out(tmp_path: Path, monkeypatch: pytest
             assert _get(_port(made), "/healthz")[0] == 200
         silent[0].settimeout(10)
         assert silent[0].recv(1) == b"", "a client that says nothing is cut off"
-
-
-def test_connections_beyond_a_number_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.training.observe.metrics.CONNECTIONS", 3)
-    with _serving(tmp_path) as made, contextlib.ExitStack() as stack:
-        *silent, last = [
-            stack.enter_context(socket.create_connection(("127.0.0.1", _port(made)), 10)) for _ in range(4)
-        ]
-        assert last.recv(1) == b""
-        silent[0].close()
-        poll(lambda: _well(_port(made)), 10)
-
-
-def _well(port: int) -> bool:
-    with contextlib.suppress(OSError):
-        return _get(port, "/healthz")[0] == 200
-    return False
