@@ -252,15 +252,8 @@ class Log(Section):
 class Metrics(Section):
     enabled: Free[bool] = True
     """Serve every rank's metrics for Prometheus, and write them to a textfile."""
-    port: Free[Annotated[int, Field(ge=0, le=65535)] | None] = None
-    """Port of local rank 0, the others follow; null: LOCKSTEP_METRICS_PORT, else 9470. 0: any free port. A taken port is replaced."""
-    address: Free[str | None] = None
-    """Address to serve on. `any`: all IPv4 addresses; `::`: IPv6, too. null: LOCKSTEP_METRICS_ADDRESS, else `any` on several nodes
-    and under SLURM, and 127.0.0.1 on one machine."""
     stale_seconds: Free[Number] = Field(default=600.0, ge=1)
     """`/healthz` fails if the last step or evaluation batch is older than this."""
-    textfile_seconds: Free[Number] = Field(default=2.0, ge=0)
-    """Seconds between two updates of a rank's textfile. It is always written at the end; 0: only then."""
 
 
 class Recipe(Section):

@@ -39,7 +39,7 @@ from lockstep.wire.hangs import of_run
 from .. import config as configuration
 from .. import contract, files
 from ..contract import UserError, say
-from ..limits import DISK_SECONDS, REQUEST_SECONDS
+from ..limits import DISK_SECONDS, REQUEST_SECONDS, TEXTFILE_SECONDS
 from ..parallel.process import resident_bytes
 from ..parallel.world import World
 from .account import TimeCategory
@@ -244,7 +244,8 @@ class Exporter:
         self._begun, self._closed, self._writing = False, threading.Event(), threading.Lock()
         self._server: _Server | None = None
         self._textfile = contract.textfile(run_dir, world.initial_rank)
-        port, asked = base_port(settings, env)
+        named = env.get(contract.ENV_METRICS_PORT, "")
+        port = base_port(named)
         if self.enabled:
             if world.leader:
                 with contextlib.suppress(OSError), files.opened_folder(self._textfile.parent) as folder:
@@ -252,9 +253,9 @@ class Exporter:
             # On one machine the loopback address; on nodes of a cluster Prometheus asks from another machine.
             narrow = world.nodes == 1 and world.launcher != "slurm"
             default = "127.0.0.1" if narrow else ANY_ADDRESS
-            address = settings.address or env.get(contract.ENV_METRICS_ADDRESS) or default
+            address = env.get(contract.ENV_METRICS_ADDRESS) or default
             own_port = port + world.local_rank if port else 0
-            self._serve("" if address == ANY_ADDRESS else address, own_port, tells=asked or address != default)
+            self._serve("" if address == ANY_ADDRESS else address, own_port, tells=bool(named) or address != default)
 
     def forget(self, rank: int) -> None:
         """Removes the textfile of a lost rank."""
@@ -267,8 +268,7 @@ class Exporter:
         self._begun = True
         if self.enabled:
             self._write_textfile()
-            if self._settings.textfile_seconds:
-                threading.Thread(target=self._write_often, name="textfile", daemon=True).start()
+            threading.Thread(target=self._write_often, name="textfile", daemon=True).start()
 
     def _serve(self, address: str, port: int, tells: bool) -> None:
         """Starts the server, on any free port if `port` is taken.
@@ -289,7 +289,7 @@ class Exporter:
             self._warn("serve", f"port {port} is not free ({reason}): metrics are on port {self._server.server_port}")
 
     def _write_often(self) -> None:
-        while not self._closed.wait(self._settings.textfile_seconds):
+        while not self._closed.wait(TEXTFILE_SECONDS):
             self._write_textfile()
 
     def _write_textfile(self, last: bool = False) -> None:
@@ -328,14 +328,11 @@ class Exporter:
             self._server.server_close()
 
 
-def base_port(settings: configuration.Metrics, env: Mapping[str, str]) -> tuple[int, bool]:
-    """Returns (port of local rank 0, whether the settings or the environment name it); port 0: any free port. Raises `UserError`."""
-    text = env.get(contract.ENV_METRICS_PORT, "")
-    if settings.port is not None or not text:
-        return (contract.METRICS_PORT, False) if settings.port is None else (settings.port, True)
-    if not re.fullmatch(r"\d{1,5}", text) or int(text) > 65535:
+def base_port(text: str) -> int:
+    """Returns the port of local rank 0 from the environment; 0: any free port. Raises `UserError`."""
+    if text and (not re.fullmatch(r"\d{1,5}", text) or int(text) > 65535):
         raise UserError(f"{contract.ENV_METRICS_PORT}={text!r} is not a port (0 … 65535)")
-    return int(text), True
+    return int(text or contract.METRICS_PORT)
 
 
 def _sweep(folder: Path, size: int) -> None:
