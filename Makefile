@@ -153,11 +153,10 @@ lock: $(READY) ## resolve docker/requirements-*.txt anew, with hashes; CPU_WHEEL
 	$(LOCK) -o docker/requirements-cuda.txt
 	$(LOCK) --excludes docker/excluded-cpu.txt -c docker/cpu.txt --find-links $(CPU_WHEELS) -o docker/requirements-cpu.txt
 
-release: $(READY) ## build dist/: wheel, sdist, schemas, notes of the version
+release: $(READY) ## build dist/: wheel, sdist, schema, notes of the version
 	@test -z "$$(git status --porcelain)" || { echo "error: the working tree has changes, and a release has none: commit them" >&2; exit 2; }
 	@rm -rf dist && $(VENV)/bin/uv build --quiet
 	@$(VENV)/bin/lockstep schema > dist/job.schema.json
-	@$(RUN) -m lockstep.training settings --schema > dist/recipe.schema.json
 	@awk '/^## \[/ {inside = ++sections == 1; next} inside' CHANGELOG.md > dist/NOTES.md
 	@ls dist
 

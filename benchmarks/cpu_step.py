@@ -57,7 +57,7 @@ def our_step(recipe: str, batch: int, world: World, *settings: str) -> Iterator[
         chosen = config.load(recipe, [
             f"global_batch_size={size}", "epochs=1000000", "checkpoint.every_steps=1000000",
             "data.source=synthetic", f"data.options={{n: {32 * size}, n_test: 64}}", f"data.root={folder}",
-            "data.resident=always", "metrics.port=0", "log.format=json", *settings,
+            "data.resident=always", "log.format=json", *settings,
         ])  # fmt: skip
         start = runs.Run(Path(folder) / "run", chosen, handle_signals=False, world=world)
         run = stack.enter_context(session_of(start))

@@ -26,7 +26,7 @@ from lockstep.training.parallel.world import World
 def calls(repeats: int) -> dict[str, Any]:
     """Seconds of what one step adds, and of a scrape over HTTP; medians."""
     with tempfile.TemporaryDirectory() as folder:
-        exporter = Exporter(config.Metrics(port=0), World(), Path(folder), {})
+        exporter = Exporter(config.Metrics(), World(), Path(folder), {"LOCKSTEP_METRICS_PORT": "0"})
         try:
             assert exporter._server is not None
             return _calls(exporter.metrics, exporter._server.server_port, repeats)

@@ -39,7 +39,7 @@ from lockstep.training.session import session_of
 TINY = [
     "data.source=synthetic", "data.options={n: 2048, n_test: 512, size: 8, noise: 1.5}",
     "augment.crop=1", "model=bag_of_tricks", "model_options={width: 0.0625}", "global_batch_size=1024", "uneven=weight", "epochs=1",
-    "schedule=[]", "threads=1", "metrics.port=0", "sync.name=flat", "evaluate.batch_size=64",
+    "schedule=[]", "threads=1", "sync.name=flat", "evaluate.batch_size=64",
 ]  # fmt: skip
 """A network of a few thousand parameters with batch norm, on images of 8 × 8."""
 REPEATS = 20

@@ -12,7 +12,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-ranks, settings = 1, {"port": os.environ.get("LOCKSTEP_METRICS_PORT") or "9470"}
+ranks, enabled, first = 1, "", os.environ.get("LOCKSTEP_METRICS_PORT") or "9470"
 for process in Path(*sys.argv[1:2] or ["/proc"]).glob("[0-9]*"):
     try:
         environment = (process / "environ").read_text(errors="replace").split("\0")
@@ -23,12 +23,12 @@ for process in Path(*sys.argv[1:2] or ["/proc"]).glob("[0-9]*"):
     ranks = max([ranks, *(int(word.partition("=")[2]) for word in environment if word.startswith("LOCAL_WORLD_SIZE="))])
     # `--set` takes the last part of a setting's name, too.
     pairs = [word.removeprefix("metrics.").partition("=")[::2] for word in words]
-    settings.update((name, value) for name, value in pairs if name == "enabled" or (name == "port" and value.isdigit()))
-if settings.get("enabled", "").lower() in ("false", "no", "off") or settings["port"] == "0":
+    enabled = next((value for name, value in pairs if name == "enabled"), enabled)
+if enabled.lower() in ("false", "no", "off") or first == "0":
     print("no metrics on known ports: not checked")
     sys.exit(0)
 for local_rank in range(ranks):
-    port = int(settings["port"]) + local_rank
+    port = int(first) + local_rank
     try:
         urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=4).close()
     except urllib.error.HTTPError as error:

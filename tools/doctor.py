@@ -33,8 +33,6 @@ from lockstep.training.parallel.world import World, detect, joined, set_threads
 
 SECONDS = 120
 """Time limit of a row in seconds, with the start of its processes. Collectives have a shorter timeout."""
-REHEARSAL = "Rehearsal"
-"""Name of the stand-in GPUs of tests/gpu_rehearsal. Rates of these stand-ins say nothing about a GPU."""
 STRATEGIES = list(sync.STRATEGIES)
 ELEMENTS, STEPS = 32_000_000, 6
 EXACT, LOSSY = 1e-3, {"bf16_compress": 0.02}
@@ -241,7 +239,7 @@ def main(only: Sequence[str], as_json: bool, python: Sequence[str] = (sys.execut
 
 
 def table(rows: Sequence[Probe], gpus: int, python: Sequence[str], stream: Any) -> dict[str, Any]:
-    """Runs the rows and shows each on `stream`. Returns plain values; the values of a rehearsal have a mark, and no rates."""
+    """Runs the rows and shows each on `stream`. Returns plain values."""
     value: dict[str, Any] = {"date": date.today().isoformat(), "gpus": gpus, "rows": []}  # noqa: DTZ011 - the user's own day
     for row in rows:
         began = time.monotonic()
@@ -252,17 +250,13 @@ def table(rows: Sequence[Probe], gpus: int, python: Sequence[str], stream: Any) 
         else:
             outcome = _outcome(row.name, 1 if row.alone else max(row.gpus, gpus), python)
         plain = {"name": row.name, **asdict(outcome), "seconds": time.monotonic() - began}
-        if REHEARSAL in [gpu["name"] for gpu in outcome.facts.get("gpus", [])]:
-            value["rehearsal"] = True
-        if "rehearsal" in value:
-            plain["rates"], plain["seconds"] = {}, 0.0
-        rates = [f"{name} {rate:.3g}" for name, rate in plain["rates"].items()]
+        rates = [f"{name} {rate:.3g}" for name, rate in outcome.rates.items()]
         lines = [f"{row.name:22}  {outcome.result:9}  {'; '.join([outcome.detail, *rates])}"]
         if outcome.result == "failed":
             plain["advice"] = row.advice
             lines.append(f"{'':22}  → {row.advice}")
         print("\n".join(map(printable, lines)), file=stream, flush=True)
-        value["rows"].append({key: content for key, content in plain.items() if content not in ({}, 0.0, "")})
+        value["rows"].append(plain)
     return value
 
 

@@ -81,7 +81,6 @@ class Attempt:
         self.steps: list[int] = []
         self.step_times: list[float] = []
         """Seconds since the start, for each step."""
-        self.loss: float | None = None
         self.said: list[str] = []
         """Last lines of the output."""
         self.done = ""
@@ -170,15 +169,15 @@ class Attempt:
         with contextlib.suppress(ValueError, TypeError):  # a pattern may match other text than numbers
             if self.args.steps_pattern and (found := self.args.steps_pattern.search(line)):
                 self._on_step(int(found[1]))
-            if self.args.loss_pattern and (found := self.args.loss_pattern.search(line)):
-                self.loss = float(found[1])
 
     def _on_step(self, step: int) -> None:
         self.steps.append(step)
         self.step_times.append(self.seconds)
 
     def _read_events(self) -> None:
-        """Reads steps and losses from a Lockstep run's events, if no patterns are given."""
+        """Reads steps from a Lockstep run's events, if no pattern is given."""
+        if self.args.steps_pattern:
+            return
         size, path = self.tree.size_of(EVENTS_FILE), self.tree.path_of(EVENTS_FILE)
         self._events_read = min(self._events_read, size)  # a resume may have truncated the file
         if path is None or size == self._events_read:
@@ -190,10 +189,8 @@ class Attempt:
             for line in whole.splitlines():
                 with contextlib.suppress(ValueError, TypeError, KeyError):  # the file may be another program's
                     event = json.loads(line)
-                    if event["event"] == "step" and not self.args.steps_pattern:
+                    if event["event"] == "step":
                         self._on_step(int(event["step"]))
-                    if "train_loss" in event and not self.args.loss_pattern:
-                        self.loss = float(event["train_loss"])
 
     def _count(self) -> tuple[list[Process], list[Process]]:
         """Returns all processes, and the ranks among them."""

@@ -38,9 +38,7 @@ class Case:
     steps_lost: int | None = None
     """Number of lost steps; None if no steps are seen."""
     weights: str = "not complete"
-    """Result: equal, within spread, different, not compared, unreadable, not complete."""
-    loss: float | None = None
-    """Last loss."""
+    """Result: equal, different, not compared, unreadable, not complete."""
     steps_alone: int = 0
     """Steps that ranks took after their launcher's end: a start at that time would have met them."""
     left: list[str] = field(default_factory=list)
@@ -55,50 +53,34 @@ class Case:
         return "held" if any(self.done) else "not disturbed: it had ended before"
 
 
-@dataclass(frozen=True)
-class Reference:
-    """The observations of the undisturbed runs."""
-
-    runs: list[Attempt]
-    weights: list[weights.Fingerprints]
-
-    @property
-    def deterministic(self) -> bool:
-        return not weights.differing(self.weights[0], self.weights[1])
-
-    @property
-    def seconds(self) -> float:
-        return statistics.mean(run.seconds for run in self.runs)
-
-
 class Torture:
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
         self.args, self.folder = args, folder
-        self.reference = Reference([], [])
+        self.runs: list[Attempt] = []
+        """The two undisturbed runs."""
 
     def undisturbed(self) -> None:
-        """Runs the command twice, and a third time if the weights differ. Raises `UserError` if a run fails."""
-        runs, fingerprints = self.reference.runs, self.reference.weights
-        while len(runs) < 2 or (len(runs) == 2 and weights.differing(*fingerprints)):
-            run = self._fresh(f"calm-{len(runs) + 1}")
+        """Runs the command twice. Raises `UserError` if a run fails."""
+        fingerprints = []
+        for number in (1, 2):
+            run = self._fresh(f"calm-{number}")
             ended = Attempt(self.args, run).go(A_DAY)
             if ended.code != 0 or ended.left:
                 what = f"ended with {ended.code}" if ended.code else f"left behind {', '.join(_named(ended))}"
                 raise UserError(
                     f"undisturbed, the command {what}: mend that first. Its output: {' / '.join(ended.said)}"
                 )
-            runs.append(ended)
+            self.runs.append(ended)
             fingerprints.append(self.read(run))
-            self._done_with(run)
+            shutil.rmtree(run.parent, ignore_errors=True)
+        self.weights = fingerprints[0]
+        self.deterministic = not weights.differing(*fingerprints)
+        self.seconds = statistics.mean(run.seconds for run in self.runs)
 
     def _fresh(self, name: str) -> Path:
         run = self.folder / name / "run"
         run.mkdir(parents=True)
         return run
-
-    def _done_with(self, run: Path) -> None:
-        if not self.args.keep:
-            shutil.rmtree(run.parent, ignore_errors=True)
 
     def read(self, run: Path) -> weights.Fingerprints:
         """Returns a run's weights. Raises `UserError`."""
@@ -106,27 +88,20 @@ class Torture:
 
     def about(self) -> str:
         """Returns a line about the undisturbed runs."""
-        first, reference = self.reference.runs[0], self.reference
-        told = [f"undisturbed: {reference.seconds:.1f} s", f"{first.ranks} ranks" if first.ranks else "one process"]
+        first = self.runs[0]
+        told = [f"undisturbed: {self.seconds:.1f} s", f"{first.ranks} ranks" if first.ranks else "one process"]
         told += [f"{len(first.steps)} steps seen" if first.steps else "no steps seen (--steps-pattern)"]
         told += [f"{first.tree.saves_of(first.tree.large())} saves seen"]
-        bounds = _spread(reference)
-        if reference.deterministic:
-            told += ["the same weights twice"]
-        elif bounds is None:
-            told += ["not deterministic, and no loss is seen (--loss-pattern): weights are not compared"]
-        else:
-            told += [f"not deterministic: a loss from {bounds[0]:.6g} to {bounds[1]:.6g} is within spread"]
+        told += ["the same weights twice" if self.deterministic else "not deterministic: weights are not compared"]
         return ", ".join(told)
 
     def as_json(self) -> dict[str, Any]:
-        first, reference = self.reference.runs[0], self.reference
+        first = self.runs[0]
         return {
             "command": self.args.start,
             "undisturbed": {
-                "seconds": [round(run.seconds, 2) for run in reference.runs], "losses": [run.loss for run in reference.runs],
-                "deterministic": reference.deterministic, "ranks": first.ranks,
-                "steps": len(first.steps), "saves": first.tree.saves_of(first.tree.large()),
+                "seconds": [round(run.seconds, 2) for run in self.runs], "deterministic": self.deterministic,
+                "ranks": first.ranks, "steps": len(first.steps), "saves": first.tree.saves_of(first.tree.large()),
             },
         }  # fmt: skip
 
@@ -134,21 +109,21 @@ class Torture:
         """Runs one case, from its first start until it ends with 0, or was started `STARTS` times."""
         how = self._drawn(number)
         run = self._fresh(f"case-{number}")
-        bound = 3 * self.reference.seconds + self.args.hang_seconds
+        bound = 3 * self.seconds + self.args.hang_seconds
         starts: list[Attempt] = []
         try:
             while len(starts) < STARTS and (not starts or starts[-1].code != 0):
                 starts.append(Attempt(self.args, run, None if starts else how).go(bound))
             return self._judged(number, how, run, starts)
         finally:
-            self._done_with(run)
+            shutil.rmtree(run.parent, ignore_errors=True)
 
     def _chance(self, what: str) -> random.Random:
         return random.Random(f"{self.args.seed} {what}")  # noqa: S311 - it repeats, and guards nothing
 
     def _drawn(self, number: int) -> Disturbance:
         """Returns the disturbance of a case. Each fault comes once before any fault comes again, and so do the moments."""
-        first = self.reference.runs[0]
+        first = self.runs[0]
         faults = [name for name in self.args.faults if first.ranks or name != "kill-launcher"]
         if not faults:
             raise UserError("kill-launcher does not fit a job of one process: see --faults")
@@ -161,7 +136,7 @@ class Torture:
 
     def _moments(self, number: int) -> list[Disturbance]:
         """Returns one moment of each kind that the undisturbed runs have shown."""
-        run, draw = self.reference.runs[0], self._chance(f"moment {number}")
+        run, draw = self.runs[0], self._chance(f"moment {number}")
         share, rank, pause = draw.random(), draw.random(), draw.uniform(0.1, 2.0)
         delay = draw.choice((0.0, 0.0, 0.001, 0.003, 0.01, 0.03))
         first, last = (run.step_times[0], run.step_times[-1]) if run.steps else (run.seconds / 5, run.seconds * 0.9)
@@ -190,13 +165,12 @@ class Torture:
         last = starts[-1]
         case = Case(
             number, how.fault, how.says, [start.done for start in starts], [start.code for start in starts],
-            round(sum(start.seconds for start in starts) - self.reference.seconds, 1),
+            round(sum(start.seconds for start in starts) - self.seconds, 1),
         )  # fmt: skip
-        wanted = Counter(self.reference.runs[0].steps)
+        wanted = Counter(self.runs[0].steps)
         if wanted:
             seen = Counter(step for start in starts for step in start.steps)
             case.steps_repeated, case.steps_lost = sum((seen - wanted).values()), len(wanted.keys() - seen.keys())
-        case.loss = next((start.loss for start in reversed(starts) if start.loss is not None), None)
         case.left = [one for start in starts for one in _named(start)]
         case.steps_alone = sum(start.steps_alone for start in starts)
         if any(start.hung for start in starts):
@@ -206,41 +180,28 @@ class Torture:
         if case.left:
             case.problems.append(f"left behind: {', '.join(case.left)}")
         if last.code == 0:
-            case.weights, problem = self._compared(run, case)
+            case.weights, problem = self._compared(run)
             if problem:
                 case.problems.append(problem + " (the disturbed start ended with 0)" * (len(starts) == 1))
         else:
             case.problems.append(f"does not end with 0 in {len(starts)} starts: {' / '.join(last.said[-3:])}")
         return case
 
-    def _compared(self, run: Path, case: Case) -> tuple[str, str]:
+    def _compared(self, run: Path) -> tuple[str, str]:
         """Returns the result for the weights, and the problem with them."""
         try:
             found = self.read(run)
         except UserError as error:
             return "unreadable", str(error)
-        differing = weights.differing(self.reference.weights[0], found)
+        differing = weights.differing(self.weights, found)
         if not differing:
             return "equal", ""
-        told = f"{len(differing)} of {len(found)} tensors differ from the undisturbed run's, first {differing[0]}"
-        if self.reference.deterministic:
-            return "different", told
-        bounds = _spread(self.reference)
-        if bounds is None or case.loss is None:
+        if not self.deterministic:
             return "not compared", ""
-        if bounds[0] <= case.loss <= bounds[1]:
-            return "within spread", ""
-        return "different", f"the last loss, {case.loss:.6g}, is not between {bounds[0]:.6g} and {bounds[1]:.6g}"
-
-
-def _spread(reference: Reference) -> tuple[float, float] | None:
-    """Returns the interval that a loss must be in: the interval of the undisturbed runs, widened by its width on both sides."""
-    losses = [run.loss for run in reference.runs]
-    found = [loss for loss in losses if loss is not None]
-    if len(found) < len(losses):
-        return None
-    width = max(found) - min(found)
-    return min(found) - width, max(found) + width
+        return (
+            "different",
+            f"{len(differing)} of {len(found)} tensors differ from the undisturbed run's, first {differing[0]}",
+        )
 
 
 def _named(ended: Attempt) -> list[str]:

@@ -39,15 +39,11 @@ def main(argv: list[str]) -> int:
         raise UserError("lockstep torture needs Linux: it looks for processes in /proc")
     _resolve(args)
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # removes the folder and ends all processes
-    folder = args.keep or Path(tempfile.mkdtemp(prefix="torture-"))
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        return _run(args, Torture(args, folder.absolute()))
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    finally:
-        if not args.keep:
-            shutil.rmtree(folder, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="torture-", ignore_cleanup_errors=True) as folder:
+        try:
+            return _run(args, Torture(args, Path(folder)))
+        except KeyboardInterrupt:
+            return 128 + signal.SIGINT
 
 
 def _run(args: argparse.Namespace, torture: Torture) -> int:
@@ -84,12 +80,6 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--steps-pattern", type=_pattern, metavar="REGEX", help="its first group is a step's number in the output"
     )
-    parser.add_argument(
-        "--loss-pattern",
-        type=_pattern,
-        metavar="REGEX",
-        help="its first group is a loss in the output; the last counts",
-    )
     parser.add_argument("--faults", type=_of(FAULTS), default=list(FAULTS), metavar="NAME,…",
                         help="which to draw from; default: all")  # fmt: skip
     parser.add_argument("--moments", type=_of(MOMENTS), default=list(MOMENTS), metavar="NAME,…",
@@ -102,17 +92,12 @@ def _parse(argv: list[str]) -> argparse.Namespace:
                         help="how much longer than three undisturbed runs a start may take; default: 60")  # fmt: skip
     parser.add_argument("--grace-seconds", type=positive, default=10, metavar="SECONDS",
                         help="how long processes may be there after their launcher's end; default: 10")  # fmt: skip
-    parser.add_argument(
-        "--keep", type=Path, metavar="DIR", help="a new folder that keeps all runs; default: a temporary one"
-    )
     parser.add_argument("--json", action="store_true", help="print one JSON value with stable fields")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="what is tortured: see below")
     args = parser.parse_args(argv)
     args.words = argv[: len(argv) - len(args.command)]
     if args.command in ([], ["--"]):
         parser.error("nothing to torture: add `-- PROGRAM …`, or a recipe's name")
-    if (keep := args.keep) is not None and (os.path.lexists(keep) or not os.access(keep.absolute().parent, os.W_OK)):
-        raise UserError(f"{keep} cannot be made: it exists already, or its folder cannot be written")
     return args
 
 
@@ -146,10 +131,8 @@ def _resolve(args: argparse.Namespace) -> None:
     args.inside = not any("{run}" in word for word in words)
     if args.inside:
         words = [os.path.abspath(word) if os.path.isfile(word) else word for word in words]
-    for name in ("steps_pattern", "loss_pattern"):
-        pattern = getattr(args, name)
-        if pattern is not None and not pattern.groups:
-            raise UserError(f"--{name.replace('_', '-')} has no group: put the number into ( )")
+    if args.steps_pattern is not None and not args.steps_pattern.groups:
+        raise UserError("--steps-pattern has no group: put the number into ( )")
     args.start = words
 
 
@@ -165,7 +148,7 @@ def _row(cells: tuple[str, ...]) -> str:
 
 
 def _again(args: argparse.Namespace, case: Case) -> str:
-    """Returns the command that repeats the case. The last of repeated flags counts. Leaves out the folder to keep, which exists now."""
-    words = [word for word in args.words if word not in {"--json", "--keep", str(args.keep)}]
+    """Returns the command that repeats the case. The last of repeated flags counts."""
+    words = [word for word in args.words if word != "--json"]
     words += ["--seed", str(args.seed), "--case", str(case.case)]
     return f"lockstep torture {shlex.join([*words, *args.command])}"

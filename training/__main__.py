@@ -11,12 +11,11 @@ import atexit
 import contextlib
 import importlib
 import io
-import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -108,7 +107,6 @@ def _parser() -> argparse.ArgumentParser:
         "recipe", nargs="?", help="show the values of this recipe, and mark those that are not the defaults"
     )
     _add_set(settings)
-    settings.add_argument("--schema", action="store_true", help="print the JSON Schema of a recipe, for editors")
     settings.set_defaults(action=_settings)
 
     commands.add_parser("launch", help=COMMANDS["launch"], add_help=False)
@@ -135,7 +133,7 @@ def _wanted(args: argparse.Namespace, run_dir: Path) -> Any:
     return Rule.of(keep_best) if args.best else args.step
 
 
-def _run(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: ARG001
+def _run(args: argparse.Namespace) -> int:
     from . import config as configuration
 
     try:
@@ -154,7 +152,7 @@ def _run(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: ARG0
     return EXIT_DONE
 
 
-def _shard(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: ARG001
+def _shard(args: argparse.Namespace) -> int:
     from . import config as configuration
     from .data import shard_writer, sources
 
@@ -175,20 +173,20 @@ def _shard(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: AR
     return EXIT_DONE
 
 
-def _evaluate(args: argparse.Namespace, env: Mapping[str, str]) -> int:
+def _evaluate(args: argparse.Namespace) -> int:
     from .parallel import world
     from .recipe import evaluate as scoring
 
     config, checksum = scoring.config_of(args.target, args.assignments, args.trust_model)
-    with world.joined(world.detect(env), config.device, config.collective_timeout, config.backend) as joined:
-        world.set_threads(joined, config.threads, env)
+    with world.joined(world.detect(os.environ), config.device, config.collective_timeout, config.backend) as joined:
+        world.set_threads(joined, config.threads, os.environ)
         score = scoring.score_run(args.target, config, checksum, joined)
         if joined.leader:
             print(f"accuracy {score.accuracy:.4f} ({score.correct} of {score.count}), loss {score.loss:.4f}")
     return EXIT_DONE
 
 
-def _export(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: ARG001
+def _export(args: argparse.Namespace) -> int:
     from .checkpoint import weights
 
     tensors, step, values = weights.from_run(args.target, wanted=_wanted(args, args.target))
@@ -197,7 +195,7 @@ def _export(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: A
     return EXIT_DONE
 
 
-def _fetch(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: ARG001
+def _fetch(args: argparse.Namespace) -> int:
     from .bucket import as_user_error
     from .checkpoint.object_store import ObjectStore
 
@@ -210,13 +208,10 @@ def _fetch(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: AR
     return EXIT_DONE
 
 
-def _settings(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa: ARG001
+def _settings(args: argparse.Namespace) -> int:
     from . import config as configuration
     from .config import settings
 
-    if args.schema:
-        print(json.dumps(settings.json_schema(configuration.Config), indent=1))
-        return EXIT_DONE
     chosen = settings.flatten(configuration.load(args.recipe, args.assignments)) if args.recipe else {}
     for name, type_name, default, text in settings.documentation(configuration.Config):
         value = chosen.get(name, default)
@@ -225,10 +220,9 @@ def _settings(args: argparse.Namespace, env: Mapping[str, str]) -> int:  # noqa:
     return EXIT_DONE
 
 
-def main(argv: list[str] | None = None, env: Mapping[str, str] | None = None) -> int:
-    """Runs one command and returns its exit code. `env` stands in for the launcher's variables."""
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command and returns its exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    env = os.environ if env is None else env
     try:
         keep_out_others()
         if argv[:1] == ["launch"]:  # it parses its own arguments
@@ -237,8 +231,8 @@ def main(argv: list[str] | None = None, env: Mapping[str, str] | None = None) ->
             return int(launch.main(argv[1:]))
         with extras.explained():
             args = _parser().parse_args(argv)
-            action: Callable[[argparse.Namespace, Mapping[str, str]], int] = args.action
-            return action(args, env)
+            action: Callable[[argparse.Namespace], int] = args.action
+            return action(args)
     except UserError as error:
         print_error(error)
         return error.code

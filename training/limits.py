@@ -28,6 +28,8 @@ STATUS_SECONDS = 10.0
 
 PROGRESS_SECONDS = 60.0
 """Time between two lines of progress where there is no terminal: a log of a day keeps a readable size."""
+TEXTFILE_SECONDS = 2.0
+"""Time between two updates of a rank's textfile, which `lockstep top` reads."""
 REQUEST_SECONDS = 5.0
 """Bounds one scrape, from its connection to the last byte: a silent client must not hold a connection."""
 

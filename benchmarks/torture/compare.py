@@ -42,7 +42,7 @@ def tortured(peer: str, python: str, seed: int, cases: int) -> dict[str, Any]:
     options = [
         "--json", "--seed", str(seed), "--cases", str(cases), "--faults", ",".join(FAULTS), "--moments", "step,save",
         "--grace-seconds", "60", "--weights", "{run}/final.pt",
-        "--steps-pattern", r"step (\d+) loss", "--loss-pattern", r"step \d+ loss (\S+)",
+        "--steps-pattern", r"step (\d+) loss",
     ]  # fmt: skip
     torture = [sys.executable, "-m", "lockstep", "torture", *options, "--", *command]
     done = subprocess.run(torture, capture_output=True, text=True, timeout=BOUND, check=False)

@@ -173,8 +173,6 @@ def environment(spec: JobSpec) -> dict[str, Any]:
         "HOME": "/tmp",  # noqa: S108 - the root is read-only
         "PYTHONUNBUFFERED": "1",
     }
-    config = spec.config
-    own_port = config.metrics.port if config is not None else None
     if spec.metrics_port != METRICS_PORT:
         values[ENV_METRICS_PORT] = str(spec.metrics_port)
     if spec.gpus:
@@ -183,10 +181,6 @@ def environment(spec: JobSpec) -> dict[str, Any]:
     else:  # if nvidia's runtime is the default, the image's own setting would show all GPUs
         values["NVIDIA_VISIBLE_DEVICES"] = "void"
     values |= spec.env
-    if own_port is not None:
-        values[ENV_METRICS_PORT] = str(
-            own_port
-        )  # the ranks use the recipe's port, so the image's health check must use it, too
     values = {name: None if value is None else _literal(value) for name, value in values.items()}
     secrets = [*spec.secrets, *([ENV_SECRET] if spec.nodes > 1 else [])]
     return dict(sorted({**values, **dict.fromkeys(secrets)}.items()))
@@ -195,9 +189,7 @@ def environment(spec: JobSpec) -> dict[str, Any]:
 def _serves_health(spec: JobSpec) -> bool:
     """Returns whether the image's health check finds every rank's /healthz. The user's own program may serve none."""
     config = spec.config
-    if config is None or not config.metrics.enabled or environment(spec).get(ENV_METRICS_PORT) == "0":
-        return False
-    return config.metrics.address in (None, "any", "0.0.0.0", "::", "127.0.0.1", "localhost")  # noqa: S104 - compared only
+    return config is not None and config.metrics.enabled and environment(spec).get(ENV_METRICS_PORT) != "0"
 
 
 def _mounts(spec: JobSpec) -> list[Manifest]:

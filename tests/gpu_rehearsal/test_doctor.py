@@ -14,13 +14,11 @@ from tests.processes import PYTHON, run
 
 
 def _doctor(folder: Path, devices: int, *only: str, **extra: str) -> tuple[int, dict[str, Any]]:
-    """Returns its exit code and its output, without a GPU's speed: a CPU computes here."""
+    """Returns its exit code and its output."""
     done = run(
         [PYTHON, "-m", "tests.gpu_rehearsal.doctor", *only], environment(devices, TMPDIR=str(folder), **extra), 1000
     )
     value: dict[str, Any] = json.loads(done.output[done.output.index("{\n") :])
-    assert value["rehearsal"] is True and not any({"rates", "seconds"} & set(row) for row in value["rows"])
-    assert "GB/s" not in done.output
     assert not [path for path in folder.iterdir() if "torchinductor" not in path.name], "something was left"
     return done.code, value
 

@@ -73,9 +73,8 @@ def test_the_rendered_file_means_the_same_as_the_job() -> None:
 @pytest.mark.parametrize(
     ("changes", "port", "checked"),
     [
-        ({}, None, True), ({"metrics_port": 9500}, "9500", True), ({"overrides": {"metrics.port": 9600}}, "9600", True),
-        ({"overrides": {"metrics.port": 9600}, "env": {"LOCKSTEP_METRICS_PORT": "9700"}}, "9600", True),
-        ({"overrides": {"metrics.enabled": False}}, None, False), ({"overrides": {"metrics.port": 0}}, "0", False),
+        ({}, None, True), ({"metrics_port": 9500}, "9500", True), ({"env": {"LOCKSTEP_METRICS_PORT": "9700"}}, "9700", True),
+        ({"overrides": {"metrics.enabled": False}}, None, False), ({"env": {"LOCKSTEP_METRICS_PORT": "0"}}, "0", False),
     ],
 )  # fmt: skip
 def test_health_is_asked_for_where_it_is_served(changes: dict[str, Any], port: str | None, checked: bool) -> None:

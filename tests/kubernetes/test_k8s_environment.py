@@ -23,10 +23,20 @@ def smoke(tmp_path: Path, name: str, **more: Any) -> JobSpec:
     overrides = {
         "epochs": 3, "threads": 1, "data.root": str(tmp_path / "data"), "evaluate.every": 3, "checkpoint.every_steps": 4,
         "model": "tests.kubernetes.k8s_nets:PacedNormed", "model_options": {}, "checkpoint.keep": 50,
-        "metrics.port": 0,  # the pods are on one machine: who comes second would warn
         **more.pop("overrides", {}),
     }  # fmt: skip
-    values = {"name": name, "recipe": "smoke", "overrides": overrides, "ranks_per_node": 2, "max_restarts": 2}
+    env = {
+        "LOCKSTEP_METRICS_PORT": "0",
+        **more.pop("env", {}),
+    }  # the pods are on one machine: the second one would warn
+    values = {
+        "name": name,
+        "recipe": "smoke",
+        "overrides": overrides,
+        "ranks_per_node": 2,
+        "max_restarts": 2,
+        "env": env,
+    }
     return JobSpec.of({**values, **placed(tmp_path, name), **more})
 
 

@@ -38,7 +38,7 @@ def _recipe(path: Path, words: Sequence[str] = ()) -> Any:
     """With `words` as behind `--set`; it is the same again when it was written down and read."""
     loaded = _config.load(str(path), list(words))
     again = _config.of_run(_config.to_dict(loaded), "written down")
-    assert _config.differences(loaded, again) == [] and loaded.hash() == again.hash()
+    assert _config.differences(loaded, again) == []
     _shard_writer.cache_directory(loaded.data)
     return loaded
 
@@ -108,4 +108,4 @@ def make_shards(folder: Path, samples: int = 12) -> Path:
 
 def train(*words: str) -> int:
     """The exit code of `python -m lockstep.training WORDS`, in this process: for hundreds of calls."""
-    return Inside("training.__main__").main(list(words), {})
+    return Inside("training.__main__").main(list(words))

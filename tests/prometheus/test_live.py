@@ -164,7 +164,7 @@ def _panel(title: str) -> list[str]:
 def test_what_is_scraped_is_what_the_run_says_of_itself(server: Prometheus, tiny: list[str], tmp_path: Path) -> None:
     """The run stands still in a step, so that its numbers do. Prometheus scrapes the server and the textfile of each rank."""
     run_dir, go_on = tmp_path / "held", tmp_path / "go on"
-    words = _words(run_dir, tiny, "nonfinite=skip", "metrics.textfile_seconds=0.3", "checkpoint.every_steps=4")
+    words = _words(run_dir, tiny, "nonfinite=skip", "checkpoint.every_steps=4")
     with _running(words, server, LOCKSTEP_TEST_HOLD=str(go_on)) as process:
         done = HELD_PASS - 2  # the step of the NaN took a second pass, to find whose it was
         steps = f'training_step{{run="held"}} == {done}'

@@ -93,7 +93,7 @@ DAMAGED = {
     "a list as a step": ("events.jsonl", EVENT + '{"event": "epoch", "time": 1700000001, "step": [1]}\n' * 2),
     "lines of other kinds": ("events.jsonl", EVENT + '[\n{\n{"event": []}\n{"event": "log", "step": 1, "values": [1]}\n' * 9),
     "400 digits": ("events.jsonl", EVENT + EVENT.replace("8", "9" * 400).replace("0.5", "8" * 400)),
-    "400 digits at the end": ("summary.json", f'{{"accuracy": {"9" * 400}, "steps": {"9" * 400}, "config_hash": 7, "epochs": []}}'),
+    "400 digits at the end": ("summary.json", f'{{"accuracy": {"9" * 400}, "steps": {"9" * 400}, "epochs": []}}'),
     "negative and huge": ("events.jsonl", EVENT + '{"event": "epoch", "step": -1e99, "accuracy": 1e99}\n'),
 }  # fmt: skip
 """What is damaged → (file, its content)."""

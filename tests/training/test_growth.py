@@ -19,7 +19,7 @@ SIZES = (2, 8)
 LINEAR = 7.0
 """(8 − 1) / (2 − 1): what is sent once a rank to rank 0, or from it, grows so. Its square would be 28."""
 FREE = [
-    "augment.crop=1", "model_options={width: 0.0625}", "global_batch_size=48", "uneven=weight", "schedule=[]", "metrics.port=0",
+    "augment.crop=1", "model_options={width: 0.0625}", "global_batch_size=48", "uneven=weight", "schedule=[]",
 ]  # fmt: skip
 
 

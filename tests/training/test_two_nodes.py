@@ -32,7 +32,7 @@ def one_still_prepares(tmp_path: Path, *more: str) -> Iterator[Gang]:
     """Both nodes have begun, and one has its data already."""
     (tmp_path / "mine.py").write_text(SOURCE)
     words = [*RUN, str(tmp_path / "run"), "--set", "data.source=mine:samples", "data.options={}", "epochs=1",
-             "batch_size=16", "metrics.port=0", "collective_timeout=10", *more]  # fmt: skip
+             "batch_size=16", "collective_timeout=10", *more]  # fmt: skip
     for name in ("quick", "slow"):
         (tmp_path / name).mkdir()
     each = [[*words, f"data.root={tmp_path / name}"] for name in ("quick", "slow")]

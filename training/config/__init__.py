@@ -76,7 +76,7 @@ Positive = Annotated[int, Field(ge=1, lt=2**63)]
 BucketUrl = Annotated[str, AfterValidator(_bucket)]
 FolderOrBucketUrl = Annotated[str, AfterValidator(lambda value: _bucket(value) if "://" in value else value)]
 Plain = Annotated[dict[str, JsonValue], AfterValidator(_equal_to_itself)]
-"""Settings of something that this package does not know: they go into run.yaml and into the hash."""
+"""Settings of something that this package does not know: they go into run.yaml, and identify the run."""
 Items = Annotated[list[T], BeforeValidator(lambda value: list(value) if isinstance(value, tuple) else value)]
 Pair = Annotated[tuple[T, T], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
 Schedule = Annotated[Items[T], AfterValidator(_rising)]
@@ -142,7 +142,7 @@ class Loss(Section):
 
 
 class Group(TypedDict, total=False):
-    """Settings of some parameters alone. (A dictionary: a config tells, and hashes, only those that are given.)"""
+    """Settings of some parameters alone. (A dictionary: a config tells, and compares, only those that are given.)"""
 
     __pydantic_config__ = Section.model_config  # type: ignore[misc]
 
@@ -252,15 +252,8 @@ class Log(Section):
 class Metrics(Section):
     enabled: Free[bool] = True
     """Serve every rank's metrics for Prometheus, and write them to a textfile."""
-    port: Free[Annotated[int, Field(ge=0, le=65535)] | None] = None
-    """Port of local rank 0, the others follow; null: LOCKSTEP_METRICS_PORT, else 9470. 0: any free port. A taken port is replaced."""
-    address: Free[str | None] = None
-    """Address to serve on. `any`: all IPv4 addresses; `::`: IPv6, too. null: LOCKSTEP_METRICS_ADDRESS, else `any` on several nodes
-    and under SLURM, and 127.0.0.1 on one machine."""
     stale_seconds: Free[Number] = Field(default=600.0, ge=1)
     """`/healthz` fails if the last step or evaluation batch is older than this."""
-    textfile_seconds: Free[Number] = Field(default=2.0, ge=0)
-    """Seconds between two updates of a rank's textfile. It is always written at the end; 0: only then."""
 
 
 class Recipe(Section):
@@ -370,11 +363,6 @@ class RunSettings(Section):
     def exact(self) -> bool:
         """Whether the bits must not depend on the number of ranks."""
         return self.sync.name == "exact"
-
-    def hash(self) -> str:
-        """Returns the sha256 of all settings that identify the run."""
-        identity = json.dumps(settings.flatten(self, FREE), sort_keys=True)
-        return hashlib.sha256(identity.encode()).hexdigest()
 
 
 class Config(RunSettings, Recipe):

@@ -25,28 +25,16 @@ from .. import contract, files
 class TimeCategory(str, Enum):
     """The categories of a second. If two apply, the first counts."""
 
-    HANG = "hang"
-    """Wait for a rank that never came: from the last step, or sign of life, to the end of the attempt."""
     REGROUP = "regroup"
     """Loss or replacement of a rank: from the last whole step until the others have met again."""
     TAKEN_AGAIN = "taken_again"
-    """Steps that were lost with an attempt, after the checkpoint from which the next attempt resumed."""
+    """Steps that were lost with an attempt, after the checkpoint from which the next attempt resumed, and the step that an error ended."""
     CHECKPOINT = "checkpoint"
     """Stop of the training to gather and copy a checkpoint, or to wait for the disk."""
     EVALUATION = "evaluation"
     """`evaluate`, `for_evaluation`, and the script's time between the last batch of an epoch and the first of the next."""
-    RESTORED = "restored"
-    """Verification of a checkpoint, its reading and its transfer to the ranks."""
     START = "start"
-    """From the start of the launcher to the start of the rank's process."""
-    IMPORTS = "imports"
-    """From the start of the rank's process to its session."""
-    MEETING = "meeting"
-    """The rendezvous of the ranks."""
-    PREPARED = "prepared"
-    """Creation of data, model and optimizer."""
-    FIRST_STEP = "first_step"
-    """To the end of the attempt's first step, compiling included."""
+    """From the start of the launcher to the end of the attempt's first step, with loading and compiling."""
     DATA_WAIT = "data_wait"
     """Steps: the wait for the next batch."""
     RANK_WAIT = "rank_wait"
@@ -61,16 +49,7 @@ class TimeCategory(str, Enum):
     """Time without a line, or in which the machine slept."""
 
 
-PRECEDENCE = {category: rank for rank, category in enumerate(TimeCategory)}
 STEPS = (TimeCategory.PRODUCTIVE, TimeCategory.DATA_WAIT, TimeCategory.RANK_WAIT)
-STARTING = (
-    TimeCategory.START,
-    TimeCategory.IMPORTS,
-    TimeCategory.MEETING,
-    TimeCategory.PREPARED,
-    TimeCategory.RESTORED,
-    TimeCategory.FIRST_STEP,
-)
 _LARGEST = 1e12
 """Limit of a number of seconds or steps: a larger one is damaged."""
 _MAX_BYTES, _LINE_BYTES, _RECENT = 64 << 20, 1 << 14, 4096
@@ -112,7 +91,11 @@ class Account:
             self._lose(_number(line["resumed"]))
         self.last = line
         self.attempts.add(int(number))
-        restart = (TimeCategory.DOWN, TimeCategory.TAKEN_AGAIN, *(STARTING if len(self.attempts) > 1 else ()))
+        restart = (
+            TimeCategory.DOWN,
+            TimeCategory.TAKEN_AGAIN,
+            *([TimeCategory.START] if len(self.attempts) > 1 else []),
+        )
         self.lost_to_restarts += sum(seconds.get(category, 0.0) for category in restart)
         for category, value in seconds.items():
             self.seconds[category] += value

@@ -1,7 +1,7 @@
 """Counts this rank's seconds: each is in one `TimeCategory` of `account.py`. Rank 0 appends the sums to time.jsonl.
 
     goodput = GoodputRecorder(environment)      # on every rank, from the start of its process.
-    goodput.enter(TimeCategory.MEETING)         # from here on the rank meets the others.
+    goodput.enter(TimeCategory.ENDING)          # from here on the attempt ends.
     with goodput.on(TimeCategory.CHECKPOINT): … # the block saves.
     goodput.step_done(step, measured)           # moves the waits of the step out of `productive`.
     goodput.end(0)
@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from .. import contract
-from ..limits import HANG_SECONDS, MAX_LINE_SECONDS, MIN_LINE_SECONDS
-from .account import PRECEDENCE, Account, TimeCategory, age_of, of_run
+from ..limits import MAX_LINE_SECONDS, MIN_LINE_SECONDS
+from .account import Account, TimeCategory, age_of, of_run
 from .steps import Times
 
 if TYPE_CHECKING:
@@ -46,13 +46,14 @@ class GoodputRecorder:
         age = (age_of("self") or 0.0) if free is None else self._last - free
         launcher = age_of(env.get(contract.ENV_LAUNCHER, "")) if free is None else None
         self._began = self._last - age
-        self._bucket = TimeCategory.IMPORTS
+        self._bucket = TimeCategory.START
         """The category that the seconds since `_last` belong to."""
         self._seconds: dict[TimeCategory, float] = defaultdict(float)
-        self._seconds[TimeCategory.START] = max(0.0, (launcher or 0.0) - age)
-        self._seconds[TimeCategory.IMPORTS] = age
+        self._seconds[TimeCategory.START] = age
+        self._launching = max(0.0, (launcher or 0.0) - age)
+        """Seconds from the start of the launcher to that of this process."""
         self._due = math.inf
-        self._step_at = self._alive_at = self._last
+        self._step_at = self._last
         self._first = self._step = 0
         self._attempt, self._resumed = 1, 0
         self.account = Account()
@@ -69,17 +70,16 @@ class GoodputRecorder:
 
     @contextlib.contextmanager
     def on(self, category: TimeCategory) -> Iterator[None]:
-        """Counts the block's seconds in this category, unless the present category precedes it in `TimeCategory`."""
+        """Counts the block's seconds in this category."""
         before = self._bucket
-        if PRECEDENCE[category] < PRECEDENCE[before]:
-            self.enter(category)
+        self.enter(category)
         try:
             yield
         finally:
             self.enter(before)
 
     def train(self) -> None:
-        """Counts seconds as productive when the batches of an epoch begin. An attempt is in `first_step` until its first step is done."""
+        """Counts seconds as productive when the batches of an epoch begin. An attempt starts until its first step is done."""
         if self._step > self._resumed:
             self.enter(TimeCategory.PRODUCTIVE)
 
@@ -96,11 +96,12 @@ class GoodputRecorder:
                 self._move(times["data_wait"], TimeCategory.DATA_WAIT)
                 self._move(times["sync_wait"], TimeCategory.RANK_WAIT)
         self._bucket, self._step, self._step_at = TimeCategory.PRODUCTIVE, step, self._last
-        self._look(self._last)
+        self.alive()
 
     def alive(self) -> None:
         """Closes the line if that is due."""
-        self._look(time.monotonic())
+        if time.monotonic() >= self._due:
+            self.close()
 
     def regrouped(self, seconds: float) -> None:
         """Counts the time in which the ranks met again: `seconds`, or in a step the whole time since the last step."""
@@ -110,32 +111,20 @@ class GoodputRecorder:
         self._move(seconds, TimeCategory.REGROUP, self._bucket)
         self.close()
 
-    def failed(self, in_collective: bool) -> None:
-        """Counts an error that ends the attempt. If a collective waited for more than `limits.HANG_SECONDS`, the time since the last sign
-        of life is a hang: a killed rank ends a collective at once. Otherwise the step under way is lost."""
+    def failed(self) -> None:
+        """Counts an error that ends the attempt: the step under way is lost."""
         self._tick()
-        waited = self._last - self._alive_at
-        if in_collective and waited > HANG_SECONDS:
-            for category in (
-                TimeCategory.PRODUCTIVE,
-                TimeCategory.EVALUATION,
-                TimeCategory.CHECKPOINT,
-                TimeCategory.FIRST_STEP,
-            ):
-                waited -= self._move(waited, TimeCategory.HANG, category)
-        else:
-            self._move(self._last - self._step_at, TimeCategory.TAKEN_AGAIN)
+        self._move(self._last - self._step_at, TimeCategory.TAKEN_AGAIN)
 
     def _tick(self) -> None:
         now = time.monotonic()
         self._seconds[self._bucket] += now - self._last
         self._last = now
 
-    def _move(self, seconds: float, to: TimeCategory, of: TimeCategory = TimeCategory.PRODUCTIVE) -> float:
+    def _move(self, seconds: float, to: TimeCategory, of: TimeCategory = TimeCategory.PRODUCTIVE) -> None:
         seconds = max(0.0, min(seconds, self._seconds[of]))
         self._seconds[of] -= seconds
         self._seconds[to] += seconds
-        return seconds
 
     # The lines of the file.
 
@@ -147,8 +136,9 @@ class GoodputRecorder:
     def attach(self, run: RunDirectory) -> None:
         """Makes this rank, rank 0, write its lines to the run directory from now on."""
         last = self._open(run)
-        if last is not None and time.time() - sum(self._seconds.values()) < last:
-            self._seconds[TimeCategory.START] = 0.0  # the launcher has started an earlier attempt, too
+        if last is None or time.time() - sum(self._seconds.values()) - self._launching >= last:
+            # Else the launcher has started an earlier attempt, too.
+            self._seconds[TimeCategory.START] += self._launching
         self.close(resumed=True)
 
     def _open(self, run: RunDirectory) -> float | None:
@@ -187,8 +177,3 @@ class GoodputRecorder:
         self.close(contract.EXIT_FAILED if code is None else code)
         GoodputRecorder._free_since = self._last
         self._run, self._due = None, math.inf
-
-    def _look(self, now: float) -> None:
-        self._alive_at = now
-        if now >= self._due:
-            self.close()

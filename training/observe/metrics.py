@@ -25,22 +25,21 @@ import socketserver
 import sys
 import threading
 import time
-from collections.abc import Mapping
-from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 import prometheus_client
 import torch
-from prometheus_client.exposition import choose_encoder
+from prometheus_client import make_wsgi_app
 
 from lockstep.wire.hangs import of_run
 
 from .. import config as configuration
 from .. import contract, files
 from ..contract import UserError, say
-from ..limits import DISK_SECONDS, REQUEST_SECONDS
+from ..limits import DISK_SECONDS, REQUEST_SECONDS, TEXTFILE_SECONDS
 from ..parallel.process import resident_bytes
 from ..parallel.world import World
 from .account import TimeCategory
@@ -49,9 +48,6 @@ from .steps import PHASES, Times
 PREFIX = "training_"
 BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 """Upper bounds of the histograms, in seconds: about a factor of three each, from 1 ms to half a minute."""
-
-CONNECTIONS = 256
-"""Most connections to a rank's server at a time. A silent client holds one, and a thread, until `REQUEST_SECONDS` are over."""
 
 
 class Spec(NamedTuple):
@@ -248,7 +244,8 @@ class Exporter:
         self._begun, self._closed, self._writing = False, threading.Event(), threading.Lock()
         self._server: _Server | None = None
         self._textfile = contract.textfile(run_dir, world.initial_rank)
-        port, asked = base_port(settings, env)
+        named = env.get(contract.ENV_METRICS_PORT, "")
+        port = base_port(named)
         if self.enabled:
             if world.leader:
                 with contextlib.suppress(OSError), files.opened_folder(self._textfile.parent) as folder:
@@ -256,9 +253,9 @@ class Exporter:
             # On one machine the loopback address; on nodes of a cluster Prometheus asks from another machine.
             narrow = world.nodes == 1 and world.launcher != "slurm"
             default = "127.0.0.1" if narrow else ANY_ADDRESS
-            address = settings.address or env.get(contract.ENV_METRICS_ADDRESS) or default
+            address = env.get(contract.ENV_METRICS_ADDRESS) or default
             own_port = port + world.local_rank if port else 0
-            self._serve("" if address == ANY_ADDRESS else address, own_port, tells=asked or address != default)
+            self._serve("" if address == ANY_ADDRESS else address, own_port, tells=bool(named) or address != default)
 
     def forget(self, rank: int) -> None:
         """Removes the textfile of a lost rank."""
@@ -271,8 +268,7 @@ class Exporter:
         self._begun = True
         if self.enabled:
             self._write_textfile()
-            if self._settings.textfile_seconds:
-                threading.Thread(target=self._write_often, name="textfile", daemon=True).start()
+            threading.Thread(target=self._write_often, name="textfile", daemon=True).start()
 
     def _serve(self, address: str, port: int, tells: bool) -> None:
         """Starts the server, on any free port if `port` is taken.
@@ -293,7 +289,7 @@ class Exporter:
             self._warn("serve", f"port {port} is not free ({reason}): metrics are on port {self._server.server_port}")
 
     def _write_often(self) -> None:
-        while not self._closed.wait(self._settings.textfile_seconds):
+        while not self._closed.wait(TEXTFILE_SECONDS):
             self._write_textfile()
 
     def _write_textfile(self, last: bool = False) -> None:
@@ -332,14 +328,11 @@ class Exporter:
             self._server.server_close()
 
 
-def base_port(settings: configuration.Metrics, env: Mapping[str, str]) -> tuple[int, bool]:
-    """Returns (port of local rank 0, whether the settings or the environment name it); port 0: any free port. Raises `UserError`."""
-    text = env.get(contract.ENV_METRICS_PORT, "")
-    if settings.port is not None or not text:
-        return (contract.METRICS_PORT, False) if settings.port is None else (settings.port, True)
-    if not re.fullmatch(r"\d{1,5}", text) or int(text) > 65535:
+def base_port(text: str) -> int:
+    """Returns the port of local rank 0 from the environment; 0: any free port. Raises `UserError`."""
+    if text and (not re.fullmatch(r"\d{1,5}", text) or int(text) > 65535):
         raise UserError(f"{contract.ENV_METRICS_PORT}={text!r} is not a port (0 … 65535)")
-    return int(text), True
+    return int(text or contract.METRICS_PORT)
 
 
 def _sweep(folder: Path, size: int) -> None:
@@ -353,8 +346,8 @@ def _sweep(folder: Path, size: int) -> None:
             path.unlink(missing_ok=True)
 
 
-class _Server(ThreadingHTTPServer):
-    """HTTP server of a rank, in threads of its own from its construction to `shutdown`.
+class _Server(socketserver.ThreadingMixIn, WSGIServer):
+    """HTTP server of a rank, in separate threads from its construction to `shutdown`.
 
     Args:
         address: an address or name of this machine; "" for every IPv4 address.
@@ -366,59 +359,47 @@ class _Server(ThreadingHTTPServer):
         OverflowError: the port is above 65535.
     """
 
+    daemon_threads = True
     allow_reuse_port = False  # newer Pythons would share the port with another run
     request_queue_size = 128
 
     def __init__(self, address: str, port: int, metrics: Metrics, stale_seconds: float) -> None:
-        self.metrics, self.stale_seconds = metrics, stale_seconds
         self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._free = threading.BoundedSemaphore(CONNECTIONS)
         super().__init__((address, port), _Request)
+        self.set_app(_application(metrics, stale_seconds))
         threading.Thread(target=self.serve_forever, args=(0.1,), name="metrics", daemon=True).start()
 
     def server_bind(self) -> None:
         """Binds without a question to a name server, which the base class asks."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
-
-    def process_request_thread(self, *request: Any) -> None:
-        """Answers in a thread of its own. Closes the connection at once if `CONNECTIONS` others are under way."""
-        if not self._free.acquire(blocking=False):
-            return self.shutdown_request(request[0])
-        try:
-            super().process_request_thread(*request)
-        finally:
-            self._free.release()
+        self.setup_environ()
 
     def handle_error(self, *_: object) -> None:
         """Prints nothing: clients may go away at any time."""
 
 
-class _Request(BaseHTTPRequestHandler):
-    server: _Server
+class _Request(WSGIRequestHandler):
     timeout = REQUEST_SECONDS
-
-    def do_GET(self) -> None:
-        code, kind, body = self._answer(self.path.partition("?")[0])
-        self.send_response(code)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def _answer(self, path: str) -> tuple[HTTPStatus, str, bytes]:
-        """Returns (status, content type, body)."""
-        metrics = self.server.metrics
-        if path == "/metrics":
-            encode, kind = choose_encoder(self.headers.get("Accept", ""))
-            return HTTPStatus.OK, kind, encode(metrics.registry)
-        if path == "/healthz":
-            age = time.monotonic() - metrics.alive_at
-            well = metrics.finished or age <= self.server.stale_seconds
-            body = {"ok": well, "seconds_since_progress": round(age, 3), "finished": metrics.finished}
-            code = HTTPStatus.OK if well else HTTPStatus.SERVICE_UNAVAILABLE
-            return code, "application/json", json.dumps(body).encode() + b"\n"
-        return HTTPStatus.NOT_FOUND, "text/plain; charset=utf-8", b"/metrics or /healthz\n"
 
     def log_message(self, *_: object) -> None:
         """Prints nothing: the output is the training's."""
+
+
+def _application(metrics: Metrics, stale_seconds: float) -> Any:
+    """Returns the WSGI application: /metrics and /healthz."""
+    serve = make_wsgi_app(metrics.registry)
+
+    def answer(environ: dict[str, Any], start: Callable[..., Any]) -> Any:
+        if environ["PATH_INFO"] == "/metrics":
+            return serve(environ, start)
+        if environ["PATH_INFO"] != "/healthz":
+            start("404 Not Found", [("Content-Type", "text/plain; charset=utf-8")])
+            return [b"/metrics or /healthz\n"]
+        age = time.monotonic() - metrics.alive_at
+        well = metrics.finished or age <= stale_seconds
+        start("200 OK" if well else "503 Service Unavailable", [("Content-Type", "application/json")])
+        body = {"ok": well, "seconds_since_progress": round(age, 3), "finished": metrics.finished}
+        return [json.dumps(body).encode() + b"\n"]
+
+    return answer

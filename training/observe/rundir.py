@@ -208,7 +208,6 @@ class RunDirectory:
         """
         value = {
             "config": configuration.to_dict(config),
-            "config_hash": config.hash(),
             "global_batch_size": facts.get("global_batch_size"),
             "data": facts.get("data") or {},
             "versions": versions(),

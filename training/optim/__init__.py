@@ -89,18 +89,9 @@ def piecewise_linear(points: Sequence[tuple[float, float]], when: float) -> floa
     return points[-1][1]
 
 
-def learning_rate(optim: Optim, when: float) -> float:
-    """The rate of the weights at the point `when` of the schedule, in its own unit; a part of an epoch counts."""
-    return optim.lr * piecewise_linear(optim.schedule, when)
-
-
 def set_rates(optimizer: torch.optim.Optimizer, optim: Optim, when: float) -> None:
-    """Sets each group's rate for the step after which the schedule is at `when`."""
-    lr = learning_rate(optim, when)
+    """Sets each group's rate for the step after which the schedule is at `when`, in its unit; a part of an epoch counts."""
     for group in optimizer.param_groups:
-        group_settings = optim.groups.get(group.get("part", ""))
-        if group_settings is None:
-            group["lr"] = lr * group["lr_factor"]
-        else:
-            schedule = group_settings.get("schedule", optim.schedule)
-            group["lr"] = group_settings.get("lr", optim.lr) * piecewise_linear(schedule, when)
+        own = optim.groups.get(group.get("part", ""), {})
+        rate = own.get("lr", optim.lr) * piecewise_linear(own.get("schedule", optim.schedule), when)
+        group["lr"] = rate * group.get("lr_factor", 1.0)

@@ -119,9 +119,7 @@ class Attempt:
             run.world.live = Live(run.world, run.config.collective_timeout)
         if run.world.live is not None:
             run.world.live.regrouped = self._regrouped
-        run.event(
-            "start", world_size=run.world.size, step=run.user_state.steps, config_hash=run.config.hash()
-        )  # fmt: skip
+        run.event("start", world_size=run.world.size, step=run.user_state.steps)
         preprocessing = time.perf_counter() - run.began
         run.event("prepared", seconds=preprocessing)
         run.console.line(f"Preprocessing: {preprocessing:.2f} seconds")
@@ -178,7 +176,7 @@ class Attempt:
     def _desynced(self, reason: str) -> None:
         """Reports, before the process ends, that the ranks are no longer at the same step."""
         run = self.run
-        run.goodput.failed(in_collective=True)
+        run.goodput.failed()
         run.goodput.end(EXIT_FAILED)
         if run.directory is not None:
             run.directory.status(EXIT_FAILED, reason, run.user_state.steps)
@@ -334,7 +332,7 @@ class Attempt:
             self._check_closeness()
 
     def _tell_slow_rank(self) -> None:
-        """Reports the slow rank, or its end, if the verdict of `SlowRank` has changed."""
+        """Reports the slow rank, if the verdict of `SlowRank` has changed."""
         run, verdict, before = self.run, self.slow.verdict, self._named
         self._named = None if verdict is None else (verdict.rank, verdict.phase)
         run.metrics.slow_rank(None if verdict is None else (verdict.rank, verdict.phase, verdict.share))
@@ -347,9 +345,6 @@ class Attempt:
         if plain is not None:
             run.event("slow_rank", step=run.user_state.steps, **plain)
             run.console.line(f"A slow rank: {slow_rank_line(plain)}")
-        elif before is not None:
-            run.event("slow_rank_over", step=run.user_state.steps, rank=before[0])
-            run.console.line(f"Rank {before[0]} is slow no longer")
 
     def _check_closeness(self) -> None:
         self.run.state.clock.settle()

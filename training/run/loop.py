@@ -68,7 +68,6 @@ class Loop:
             else:
                 (optimizer,) = replica.optimizers.values()
                 self.step.recorder = Recorder(optimizer, replica.sync, run.world, run.console.warn)  # type: ignore[arg-type]
-        run.goodput.enter(TimeCategory.FIRST_STEP)
 
     # The epochs.
 
@@ -402,7 +401,7 @@ class Loop:
             "examples_seen": run.user_state.samples, "trained_seconds": trained,
             "wall_seconds": time.perf_counter() - run.began, "restarts": run.attempt - 1,
             "preemptions": history.get("preemptions", 0), "checkpoint_failures": saver.failures,
-            "config_hash": run.config.hash(), "weights_sha256": weights, "logged": run.user_state.logged,
+            "weights_sha256": weights, "logged": run.user_state.logged,
             "goodput": run.goodput.account.plain(), **run.user_state.summary,
         }  # fmt: skip
         if run.progressed or not self._stands():

@@ -126,7 +126,7 @@ class Recorder:
         self.replays = None
         self._optimizer.publish_rates()
         if not self.failure and self._is_due(inputs):
-            with step.run.goodput.on(TimeCategory.FIRST_STEP):
+            with step.run.goodput.on(TimeCategory.START):
                 self._record_on_all_ranks(step, inputs)
         recorded = self._recorded
         if recorded is None or _identity(step, inputs, self._optimizer.rates) != recorded.identity:

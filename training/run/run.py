@@ -134,7 +134,6 @@ class Run:
     def open(self) -> World:
         """Joins the ranks and opens the run directory. Ends the process for mistakes that the user can correct."""
         keep_out_others()
-        self.goodput.enter(TimeCategory.MEETING)
         settings = self.config
         # In this order: an error is printed while a launcher's TERM does not end this process.
         with contextlib.ExitStack() as stack, user_errors():
@@ -149,7 +148,6 @@ class Run:
                 )
                 if self.signals is not None:
                     self.signals.meeting = False
-                self.goodput.enter(TimeCategory.PREPARED)
                 stack.enter_context(_stream(settings, self.world.device))
                 self._opening = stack.enter_context(contextlib.ExitStack())
                 self._opening.enter_context(self._opened())
@@ -196,10 +194,9 @@ class Run:
                 exporter = Exporter(settings.metrics, world, self.path, os.environ)
             assert exporter is not None
             self.exporter, self.metrics = exporter, exporter.metrics
-            with self.goodput.on(TimeCategory.RESTORED):
-                with failing_together(world):
-                    self._checkpoint = resume.newest_checkpoint(self.directory, world, exporter.metrics, verified)
-                self.resumed = bool(world.replacement) or broadcast_tree(self._checkpoint is not None, world)
+            with failing_together(world):
+                self._checkpoint = resume.newest_checkpoint(self.directory, world, exporter.metrics, verified)
+            self.resumed = bool(world.replacement) or broadcast_tree(self._checkpoint is not None, world)
             saved = self.directory.saved if self.directory else None
             if world.replacement:
                 saved = read_run(self.path)
@@ -279,7 +276,6 @@ class Run:
         world, directory, anew = self.world, self.directory, list[str]()
         starts = broadcast_tree([directory.attempt, directory.failures] if directory else None, world)
         if self.resumed:
-            self.goodput.enter(TimeCategory.RESTORED)
             with failing_together(world):
                 gathered = resume.load(self._checkpoint) if self._checkpoint is not None else None
             if world.replacement:
@@ -289,7 +285,6 @@ class Run:
                 # A node that has nothing but the checkpoint counts on.
                 saved = [int(state.history.get(name, 0)) for name in ("attempts", "failures")]
                 starts = saved if world.replacement else [max(starts[0], saved[0] + 1), max(starts[1], saved[1])]
-            self.goodput.enter(TimeCategory.PREPARED)
         self.attempt, failures = starts
         if directory is not None:
             directory.attempt, directory.failures = starts
@@ -433,7 +428,7 @@ class Run:
                 self.directory.close()
             return EXIT_DONE
         if error is not None and not isinstance(error, Ended):
-            self.goodput.failed(is_collective(error))
+            self.goodput.failed()
         self.goodput.enter(TimeCategory.ENDING)
         code: int | None = None
         try:

@@ -7,8 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from lockstep.tools import doctor
 from tests.processes import PYTHON, run
 
@@ -16,29 +14,27 @@ PLAYED = """
 import json, sys, time
 ranks, name = int(sys.argv[sys.argv.index("--ranks") + 1]), sys.argv[-1]
 assert sys.argv[3] == "launch" and sys.argv[-3:-1] == ["-m", "lockstep.tools.doctor"]
-facts = {"gpus": [{"name": "%s"}]} if name == "visible" else {}
 for rank in range(ranks):
     lost = name == "dies" or (name == "one dies" and rank == 1)
-    values = {"result": "failed" if name == "fails" and rank == 1 else "ok", "detail": name, "rates": {"speed": 3.0}, "facts": facts}
+    values = {"result": "failed" if name == "fails" and rank == 1 else "ok", "detail": name, "rates": {"speed": 3.0}, "facts": {}}
     print(f"[{rank}] " + ("the driver is gone" if lost else json.dumps([f"rank {rank}", values])))
 sys.exit(124 if name == "hangs" else 0)
 """
 """Stands for the launcher and its ranks."""
 
 
-def _table(folder: Path, gpu: str, *rows: tuple[str, str], gpus: int = 2) -> tuple[list[dict[str, Any]], str, bool]:
-    """(the rows, what is shown, whether it is called a rehearsal) of rows with a name and what they need."""
+def _table(folder: Path, *rows: tuple[str, str], gpus: int = 2) -> tuple[list[dict[str, Any]], str]:
+    """(the rows, what is shown) of rows with a name and what they need."""
     script = folder / "played.py"
-    script.write_text(PLAYED % gpu)
+    script.write_text(PLAYED)
     checks = [doctor.Probe(name, doctor.visible, "do this", gpus=2, needs=needs) for name, needs in rows]
     shown = io.StringIO()
-    value = doctor.table(checks, gpus, (sys.executable, str(script)), shown)
-    return value["rows"], shown.getvalue(), value.get("rehearsal", False)
+    return doctor.table(checks, gpus, (sys.executable, str(script)), shown)["rows"], shown.getvalue()
 
 
 def test_what_fails_or_dies_keeps_no_other_row_from_running(tmp_path: Path) -> None:
     names = [("visible", ""), ("fails", ""), ("dies", ""), ("one dies", ""), ("behind", "fails"), ("last", "visible")]
-    rows, shown, _ = _table(tmp_path, "NVIDIA H100", *names)
+    rows, shown = _table(tmp_path, *names)
     assert [(row["name"], row["result"], row["detail"]) for row in rows] == [
         ("visible", "ok", "visible"),
         ("fails", "failed", "rank 1: fails"),
@@ -48,16 +44,9 @@ def test_what_fails_or_dies_keeps_no_other_row_from_running(tmp_path: Path) -> N
         ("last", "ok", "last"),
     ]
     assert [row.get("advice") for row in rows] == [None, "do this", "do this", "do this", None, None]
-    assert shown.count("→ do this") == 3 and "last; speed 3" in shown
-    rows, *_ = _table(tmp_path, "NVIDIA H100", ("visible", ""), gpus=1)
+    assert shown.count("→ do this") == 3 and "last; speed 3" in shown and rows[-1]["rates"] == {"speed": 3.0}
+    rows, _ = _table(tmp_path, ("visible", ""), gpus=1)
     assert [(row["result"], row["detail"]) for row in rows] == [("not tried", "one GPU")]
-
-
-@pytest.mark.parametrize(("name", "rates"), [(doctor.REHEARSAL, None), ("NVIDIA H100", {"speed": 3.0})])
-def test_only_what_a_gpu_did_has_rates(tmp_path: Path, name: str, rates: object) -> None:
-    rows, shown, rehearsal = _table(tmp_path, name, ("visible", ""), ("next", ""))
-    assert [row.get("rates") for row in rows] == [rates, rates] and rehearsal == (rates is None)
-    assert ["seconds" in row for row in rows] == [rates is not None] * 2 and ("speed" in shown) == (rates is not None)
 
 
 def test_what_it_cannot_do_is_one_line() -> None:

@@ -18,7 +18,6 @@ from prometheus_client.parser import text_string_to_metric_families as parse
 from lockstep.training.observe.metrics import PREFIX, TABLE, Exporter, Metrics
 from lockstep.training.parallel.world import World
 from tests import product
-from tests.processes import poll
 
 pytestmark = pytest.mark.promise("metrics")
 CPU = torch.device("cpu")
@@ -84,8 +83,7 @@ def test_what_has_no_value_yet_is_absent_and_counters_begin_at_zero() -> None:
 def _exporter(
     folder: Path, world: World | None = None, env: dict[str, str] | None = None, **settings: object
 ) -> Exporter:
-    if "LOCKSTEP_METRICS_PORT" not in (env := env or {}):
-        settings.setdefault("port", 0)
+    env = {"LOCKSTEP_METRICS_PORT": "0"} if env is None else env
     config = product.recipe("smoke", *(f"metrics.{name}={json.dumps(value)}" for name, value in settings.items()))
     return Exporter(config.metrics, world or World(), folder, env)
 
@@ -115,7 +113,7 @@ def _port(exporter: Exporter) -> int:
 
 
 def test_a_rank_serves_its_metrics_and_leaves_them_in_a_file(tmp_path: Path) -> None:
-    made = _exporter(tmp_path / "run", textfile_seconds=0)
+    made = _exporter(tmp_path / "run")
     port = _port(made)
     code, kind, text = _get(port, "/metrics")
     assert code == 200 and kind.startswith("text/plain") and 'run="run"' in text
@@ -135,21 +133,19 @@ def test_a_rank_serves_its_metrics_and_leaves_them_in_a_file(tmp_path: Path) -> 
     assert not (tmp_path / "off").exists()
 
 
-ANY = {"LOCKSTEP_METRICS_ADDRESS": "any"}
-
-
 @pytest.mark.promise("other-users")
 @pytest.mark.parametrize(
-    ("world", "env", "address", "narrow"),
+    ("world", "address", "narrow"),
     [
-        (World(), {}, None, True), (World(), ANY, "127.0.0.1", True), (World(), {}, "any", False),
-        (World(launcher="slurm"), {}, None, False), (World(size=2, nodes=2), {}, None, False),
+        (World(), None, True), (World(size=2, nodes=2), "127.0.0.1", True), (World(), "any", False),
+        (World(launcher="slurm"), None, False), (World(size=2, nodes=2), None, False),
     ],
 )  # fmt: skip
 def test_on_one_machine_no_other_host_is_served(
-    tmp_path: Path, world: World, env: dict[str, str], address: str | None, narrow: bool
+    tmp_path: Path, world: World, address: str | None, narrow: bool
 ) -> None:
-    with _serving(tmp_path, world, env, **({"address": address} if address else {})) as made:
+    env = {"LOCKSTEP_METRICS_PORT": "0", **({"LOCKSTEP_METRICS_ADDRESS": address} if address else {})}
+    with _serving(tmp_path, world, env) as made:
         assert made._server is not None
         assert (made._server.server_address[0] == "127.0.0.1") == narrow
 
@@ -160,7 +156,7 @@ def test_an_obstacle_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixt
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with _serving(tmp_path, World(), {"LOCKSTEP_METRICS_PORT": str(port)}, textfile_seconds=0.01) as made:
+        with _serving(tmp_path, World(), {"LOCKSTEP_METRICS_PORT": str(port)}) as made:
             found = _port(made)
             assert found != port and _get(found, "/metrics")[0] == 200
             made.begin()
@@ -181,7 +177,7 @@ def test_a_second_run_on_a_machine_takes_another_port_without_a_word(
         with contextlib.suppress(OSError):  # another run has it
             taken.bind(("127.0.0.1", 9470))
             taken.listen()
-        with _serving(tmp_path, port=None) as made:
+        with _serving(tmp_path, World(), {}) as made:
             assert _port(made) != 9470
     assert capsys.readouterr().err == ""
 
@@ -215,20 +211,3 @@ def test_idle_connections_keep_no_client_out(tmp_path: Path, monkeypatch: pytest
             assert _get(_port(made), "/healthz")[0] == 200
         silent[0].settimeout(10)
         assert silent[0].recv(1) == b"", "a client that says nothing is cut off"
-
-
-def test_connections_beyond_a_number_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.training.observe.metrics.CONNECTIONS", 3)
-    with _serving(tmp_path) as made, contextlib.ExitStack() as stack:
-        *silent, last = [
-            stack.enter_context(socket.create_connection(("127.0.0.1", _port(made)), 10)) for _ in range(4)
-        ]
-        assert last.recv(1) == b""
-        silent[0].close()
-        poll(lambda: _well(_port(made)), 10)
-
-
-def _well(port: int) -> bool:
-    with contextlib.suppress(OSError):
-        return _get(port, "/healthz")[0] == 200
-    return False

@@ -83,9 +83,3 @@ def test_of_ranks_that_are_alike_none_is_named() -> None:
         machine.go(30)
         named += machine.history.verdict is not None
     assert named <= 1
-
-
-@given(st.binary(max_size=200))
-def test_values_that_a_stranger_left_in_the_store_are_no_ranks(data: bytes) -> None:
-    post = steps._parsed(data)
-    assert post is None or (post[1:] >= 0).all()
