@@ -230,6 +230,8 @@ ERRORS = 5.0
 """Least cost of a named rank above chance, in standard errors."""
 _MAX_STEPS = 4096
 """Most steps that a rank writes into the store."""
+_LONGEST = 1e7
+"""Limit of a phase's seconds: a larger value is damaged."""
 _ATTEMPTS = itertools.count()
 """Indices of this process's attempts, one for each `Session`."""
 Floats = npt.NDArray[np.float64]
@@ -334,9 +336,18 @@ class SlowRank:
 
 
 def _parsed(data: bytes) -> Floats | None:
-    """Returns a rank's rows from the store: first its number and its last step, then a row per step. None: the rank has written none."""
+    """Returns a rank's rows from the store: first its number and its last step, then a row per step. None: the bytes are no rows."""
     row = 8 * (len(PHASES) + 1)
-    return np.frombuffer(data).reshape(-1, len(PHASES) + 1) if data and len(data) % row == 0 else None
+    if len(data) % row or not row <= len(data) <= row * (_MAX_STEPS + 1):
+        return None
+    post: Floats = np.frombuffer(data).reshape(-1, len(PHASES) + 1)
+    number, last = post[0, :2]
+    sound = (
+        0 <= number < 1 << 20
+        and len(post) - 1 <= last < 1 << 53
+        and bool(((post[1:] >= 0) & (post[1:] < _LONGEST)).all())
+    )
+    return post if sound else None
 
 
 class History:
