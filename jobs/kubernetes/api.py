@@ -1,7 +1,7 @@
 """Talks to a Kubernetes API server. A failure on the way is either repaired or reported in one line.
 
-The official client brings kubeconfig, credentials and TLS; this adds attempts within a bound, one renewal of an expired
-token, and pages. Answers are plain JSON: building the client's objects for 10,000 pods takes seconds.
+The official client brings kubeconfig, credentials and TLS; this adds attempts within a bound, and one renewal of an
+expired token. Answers are plain JSON: building the client's objects for 10,000 pods takes seconds.
 """
 
 from __future__ import annotations
@@ -26,13 +26,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from lockstep.training.contract import UserError
 
 from ..logs import LineSplitter
-from ..manifest import get
 from ..status import LoggedOut, Unreachable, seconds_to_answer
-from .observe import ApiError, Failing, Gone
+from .observe import ApiError, Failing
 
 RETRIED = (429, 500, 502, 503, 504)
 CONNECT_SECONDS = 10.0
-PAGE = 500
 _ONCE = urllib3.Retry(0, redirect=0, allowed_methods=None, retry_after_max=30)
 """One attempt. Each retry of the transport would have the whole timeout."""
 _UNREADABLE = (kubeconfig.ConfigException, yaml.YAMLError, OSError, ValueError, TypeError, KeyError, AttributeError)
@@ -69,12 +67,7 @@ class Reference(Shape):
     uid: Text = None
 
 
-class Metadata(Shape):
-    resourceVersion: Text = None
-    next_page: Text = Field(None, alias="continue")
-
-
-class Identity(Metadata):
+class Identity(Shape):
     name: str = Field(min_length=1)
     uid: str = Field(min_length=1)
     """Identity of the object. A deletion without it could delete another object of the same name."""
@@ -157,7 +150,6 @@ class Item(Explained):
 
 
 class Listing(Shape):
-    metadata: Metadata | None = None
     items: list[Item] | None
 
 
@@ -243,7 +235,7 @@ class Api:
         self, method: str, path: str, query: dict[str, Any], timeout: float, body: Any = None,
         accept: str = "application/json", stream: bool = False,
     ) -> urllib3.BaseHTTPResponse:  # fmt: skip
-        """Returns the server's good answer. Renews an expired token once. Raises `ApiError`, `Gone`, `Unreachable`."""
+        """Returns the server's good answer. Renews an expired token once. Raises `ApiError`, `Unreachable`."""
         for is_renewed in (False, True):
             response = self._attempt(method, path, query, timeout, body, accept, stream)
             # The server treats a client without credentials as a user without rights.
@@ -265,8 +257,6 @@ class Api:
         response.release_conn()
         if unknown:
             raise LoggedOut(f"{self.host} does not accept the credentials (expired?): log in again, then retry")
-        if response.status == 410:
-            raise Gone(f"{self.host} no longer has the version that was asked for: try again")
         message = message or f"{method} {path}: HTTP {response.status}"
         if response.status >= 500:
             raise Unreachable(f"{self.host} answers {response.status}: {message}")
@@ -321,24 +311,9 @@ class Api:
                 self._sleep(pause)
         raise failure(f"{self.host} {problem} ({attempt} attempts): check the network and the cluster, then try again")
 
-    def pages(self, path: str, **query: Any) -> Iterator[dict[str, Any]]:
-        """Yields all objects of a list, page by page. A list that expires half-way begins again, without duplicates."""
-        seen: set[str] = set()
-        for _ in range(3):
-            token: str | None = None
-            try:
-                while True:
-                    page = self.get(path, Listing, **{"limit": PAGE, **query, "continue": token})
-                    for item in page["items"] or []:  # null if a list of metadata is empty
-                        if item["metadata"]["uid"] not in seen:
-                            seen.add(item["metadata"]["uid"])
-                            yield item
-                    token = get(page, "metadata", "continue")
-                    if not token:
-                        return
-            except Gone:
-                continue
-        raise Unreachable(f"{self.host} gave an incomplete list of {path} three times: try again")
+    def items(self, path: str, **query: Any) -> list[dict[str, Any]]:
+        """Returns all objects of a list. Raises `ApiError`, `Unreachable`."""
+        return self.get(path, Listing, **query)["items"] or []
 
     def log(self, path: str, seconds: float, **query: Any) -> Iterator[str]:
         """Yields the lines of a container's log. Ends if the stream ends, breaks, or is silent for `seconds`."""

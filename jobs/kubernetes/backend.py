@@ -266,7 +266,7 @@ class KubernetesBackend(Cluster):
             packed, maps = snapshots.packed(code_identity(spec)), f"/api/v1/namespaces/{self.namespace}/configmaps"
             marks = {JOB: spec.name, SUBMISSION: submission, **MANAGED}
             selector = ",".join(f"{key}={value}" for key, value in marks.items())
-            pages = self.api.pages(maps, labelSelector=selector, accept=METADATA_LIST)
+            pages = self.api.items(maps, labelSelector=selector, accept=METADATA_LIST)
             there = {get(item, "metadata", "name") for item in pages}
             pieces = render.code_maps(spec, submission, packed)
             missing = [item for item in pieces if item["metadata"]["name"] not in there]
@@ -363,7 +363,7 @@ class KubernetesBackend(Cluster):
     def _events(self, about: Any, key: str) -> Manifests:
         """Returns the events of an object by its uid, or of all objects that had this name; the latest last."""
         path = f"/api/v1/namespaces/{self.namespace}/events"
-        return sorted(self.api.pages(path, fieldSelector=f"involvedObject.{key}={about}"), key=seen_at)
+        return sorted(self.api.items(path, fieldSelector=f"involvedObject.{key}={about}"), key=seen_at)
 
     def _maker(self, job: Manifest) -> Manifest | None:
         """Returns the batch Job that makes the pods of a TrainJob; None if it is missing, is another job's, or may not be read."""
@@ -380,7 +380,7 @@ class KubernetesBackend(Cluster):
         for version in KUEUE:
             try:
                 path = f"/apis/{version}/namespaces/{self.namespace}/workloads"
-                return next(self.api.pages(path, labelSelector=selector), None)
+                return next(iter(self.api.items(path, labelSelector=selector)), None)
             except ApiError as error:
                 if error.status not in (403, 404):
                     raise
@@ -439,9 +439,9 @@ class KubernetesBackend(Cluster):
             time.sleep(min(self.interval, 0.5))
 
     def list(self) -> list[JobSummary]:
-        # From the server's watch cache, which returns all jobs at once: each page would need a quorum read of etcd.
-        query = {"labelSelector": MANAGED_SELECTOR, "resourceVersion": "0", "limit": None}
-        jobs = of_each_kind(lambda kind: [*self.api.pages(self.path(kind), **query)])
+        # From the server's watch cache: another list would need a quorum read of etcd.
+        query = {"labelSelector": MANAGED_SELECTOR, "resourceVersion": "0"}
+        jobs = of_each_kind(lambda kind: self.api.items(self.path(kind), **query))
         return sorted((_row(job) for of_kind in jobs for job in of_kind), key=lambda row: row.name)
 
     def job(self, name: str) -> Manifest | None:
@@ -459,15 +459,15 @@ class KubernetesBackend(Cluster):
     def pods(self, job: Manifest) -> Manifests:
         """Returns the job's own pods. It leaves out pods of an earlier job of this name, and pods that another user gave this label."""
         selector = f"{JOB}={get(job, 'metadata', 'name')}"
-        pages = self.api.pages(f"/api/v1/namespaces/{self.namespace}/pods", labelSelector=selector)
-        return [pod for pod in pages if owned_by(pod, job)]
+        pods = self.api.items(f"/api/v1/namespaces/{self.namespace}/pods", labelSelector=selector)
+        return [pod for pod in pods if owned_by(pod, job)]
 
     def pod(self, job: Manifest, host: str) -> Manifest | None:
         """Returns the pod of a host, by a query for this pod alone: a job may have a thousand others."""
         name, path = str(get(job, "metadata", "name")), f"/api/v1/namespaces/{self.namespace}/pods"
         if job.get("kind") == "TrainJob":  # the pods' names end in a random text, and their index identifies them
             selector = f"{JOB}={name},batch.kubernetes.io/job-completion-index={host.rpartition('-')[2]}"
-            pods = [pod for pod in self.api.pages(path, labelSelector=selector) if owned_by(pod, job)]
+            pods = [pod for pod in self.api.items(path, labelSelector=selector) if owned_by(pod, job)]
             return next(iter(newest(pods)), None)
         pod: Manifest | None = self.api.find(f"{path}/{host}")
         return pod if pod is not None and owned_by(pod, job) else None

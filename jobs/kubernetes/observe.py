@@ -414,10 +414,6 @@ class Failing(Unreachable):
     """An error of the server itself, or of a webhook that it calls, at every attempt."""
 
 
-class Gone(Unreachable):
-    """An error for status 410: the resource version of a page is too old. The client must list again."""
-
-
 def _advice(status: int, reason: str, message: str, path: str) -> str:
     kind = next((kind for kind, (_, plural) in KINDS.items() if f"/{plural}" in path), "")
     if status == 403:

@@ -1,4 +1,4 @@
-"""An emulated Kubernetes API server over real sockets: selectors, pages, logs and faults of a `Cluster`.
+"""An emulated Kubernetes API server over real sockets: selectors, logs and faults of a `Cluster`.
 
 Not a mock: the official client talks HTTP to it. How it says no is recorded (`recordings/failures.jsonl`).
 """
@@ -132,7 +132,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _list(self, version: str, metadata_alone: bool) -> None:
         cluster = self.cluster
-        start, _, of = self.query.get("continue", f"0:{cluster.version}").partition(":")
         items = [item for item in cluster.all(self.plural, self.namespace) if matches(item, self.query)]
         head, custom = {"kind": f"{KINDS[self.plural]}List", "apiVersion": version}, self.plural in k8s_schema.CUSTOM
         if metadata_alone:
@@ -143,17 +142,10 @@ class _Handler(BaseHTTPRequestHandler):
             items = [{"apiVersion": version, "kind": KINDS[self.plural], **item} for item in items]
         else:  # the list says it for all of them
             items = [{key: value for key, value in item.items() if key not in ("kind", "apiVersion")} for item in items]
-        end = int(start) + (int(self.query.get("limit", 0)) or len(items))
-        more = (
-            {"continue": f"{end}:{of}"}
-            if end < len(items)
-            else {"continue": ""}
-            if custom and not metadata_alone
-            else {}
-        )
+        more = {"continue": ""} if custom and not metadata_alone else {}
         # A list of metadata that is empty is none at all: the server's language has no other word for it.
-        page = items[int(start) : end] or (None if metadata_alone else [])
-        self._answer(200, {**head, "metadata": {"resourceVersion": str(cluster.version), **more}, "items": page})
+        found = items or (None if metadata_alone else [])
+        self._answer(200, {**head, "metadata": {"resourceVersion": str(cluster.version), **more}, "items": found})
 
     def _log(self) -> None:
         cluster, name, follow = self.cluster, self.name, self.query.get("follow") == "true"

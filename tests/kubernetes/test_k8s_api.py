@@ -1,4 +1,4 @@
-"""The official client over real sockets: retries, slow servers, tokens, pages, waits that keep their bound."""
+"""The official client over real sockets: retries, slow servers, tokens, waits that keep their bound."""
 
 from __future__ import annotations
 
