@@ -298,7 +298,7 @@ class Api:
                 with contextlib.suppress(urllib3.exceptions.InvalidHeader):  # such as `1.5`
                     asked = _ONCE.get_retry_after(response)
             except urllib3.exceptions.HTTPError as error:
-                failure, problem = Unreachable, _network_problem(error, seconds)
+                failure, problem = Unreachable, _network_problem(error)
                 # A redirect would fail again.
                 again = isinstance(error, urllib3.exceptions.MaxRetryError) and not isinstance(
                     error.reason, urllib3.exceptions.ResponseError
@@ -379,13 +379,6 @@ def load_configuration(context: str | None) -> tuple[Callable[[], kube.Configura
     return outside, str(chosen.get("context", {}).get("namespace") or "default")
 
 
-def _network_problem(error: urllib3.exceptions.HTTPError, seconds: float) -> str:
-    reason = getattr(error, "reason", None) or error
-    if isinstance(reason, urllib3.exceptions.ReadTimeoutError):
-        return f"did not answer within {round(seconds, 1):g} s"
-    if isinstance(reason, urllib3.exceptions.NameResolutionError):
-        return "cannot be reached (no address is known for its name)"
-    connected = not isinstance(reason, urllib3.exceptions.NewConnectionError)  # a subclass of ConnectTimeoutError
-    if connected and isinstance(reason, urllib3.exceptions.ConnectTimeoutError):
-        return "cannot be reached in time"
-    return f"cannot be reached ({str(reason).rpartition(': ')[2][:120] or type(reason).__name__})"
+def _network_problem(error: urllib3.exceptions.HTTPError) -> str:
+    reason = str(getattr(error, "reason", None) or error).rpartition(": ")[2]
+    return f"cannot be reached ({reason[:120] or type(error).__name__})"
