@@ -11,7 +11,6 @@ import email.utils
 import json
 import logging.handlers
 import os
-import random
 import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -29,10 +28,8 @@ from ..logs import LineSplitter
 from ..status import LoggedOut, Unreachable, seconds_to_answer
 from .observe import ApiError, Failing
 
-RETRIED = (429, 500, 502, 503, 504)
+RETRIED = (429, *range(500, 600))
 CONNECT_SECONDS = 10.0
-_ONCE = urllib3.Retry(0, redirect=0, allowed_methods=None, retry_after_max=30)
-"""One attempt. Each retry of the transport would have the whole timeout."""
 _UNREADABLE = (kubeconfig.ConfigException, yaml.YAMLError, OSError, ValueError, TypeError, KeyError, AttributeError)
 """Errors that reading a kubeconfig may raise."""
 ANONYMOUS = "system:anonymous"
@@ -175,7 +172,7 @@ class Api:
 
     Args:
         load: makes the client's configuration from the kubeconfig; called again if a token has expired.
-        timeout: seconds to wait for an answer to one request, all attempts together.
+        timeout: seconds to wait for an answer to one attempt, and after which no further attempt begins.
         attempts: how often a request is sent before the error counts.
     """
 
@@ -258,8 +255,9 @@ class Api:
         if unknown:
             raise LoggedOut(f"{self.host} does not accept the credentials (expired?): log in again, then retry")
         message = message or f"{method} {path}: HTTP {response.status}"
-        if response.status >= 500:
-            raise Unreachable(f"{self.host} answers {response.status}: {message}")
+        if response.status in RETRIED:
+            failure = Failing if response.status >= 500 else Unreachable
+            raise failure(f"{self.host} answers {response.status}: {message}: check the cluster, then try again")
         raise ApiError(response.status, reason, message, path)
 
     def _attempt(
@@ -267,7 +265,7 @@ class Api:
     ) -> urllib3.BaseHTTPResponse:
         """Returns the server's answer, whatever its status, after up to `attempts` attempts. Raises `Unreachable`.
 
-        All attempts together have `timeout` seconds: each attempt has the rest. Pauses between attempts do not count.
+        No attempt begins when `timeout` seconds are over.
         """
         headers = {"Accept": accept}
         if body is not None:
@@ -276,40 +274,37 @@ class Api:
         _, url, headers, *_ = self._client.param_serialize(
             method, path, query_params=parameters, header_params=headers, auth_settings=["BearerToken"]
         )
-        seconds = min(seconds_to_answer(), timeout)
-        end, attempt, again = time.monotonic() + seconds, 0, seconds > 0
-        failure: type[Unreachable] = Unreachable
-        problem = "was given no time to answer"
-        while again:
-            attempt += 1
-            left, asked = max(min(seconds_to_answer(), end - time.monotonic()), 0.001), None
-            try:
-                response: urllib3.BaseHTTPResponse = self._client.rest_client.pool_manager.request(
-                    method, url, headers=headers, body=None if body is None else json.dumps(body), preload_content=not stream,
-                    timeout=urllib3.Timeout(connect=min(left, CONNECT_SECONDS), read=left), retries=_ONCE,
-                )  # fmt: skip
-                if response.status not in RETRIED:
-                    with contextlib.suppress(KeyError, TypeError, ValueError):  # a proxy may leave the time out
-                        date = email.utils.parsedate_to_datetime(response.headers["Date"])
-                        self._ahead = date.timestamp() - time.time()
-                    return response
-                failure = Failing if response.status >= 500 else Unreachable
-                problem = f"answers {response.status}: {_failure(response)[0]}"
-                with contextlib.suppress(urllib3.exceptions.InvalidHeader):  # such as `1.5`
-                    asked = _ONCE.get_retry_after(response)
-            except urllib3.exceptions.HTTPError as error:
-                failure, problem = Unreachable, _network_problem(error)
-                # A redirect would fail again.
-                again = isinstance(error, urllib3.exceptions.MaxRetryError) and not isinstance(
-                    error.reason, urllib3.exceptions.ResponseError
-                )
-            again = again and attempt < self.attempts and min(seconds_to_answer(), end - time.monotonic()) > 0
-            if again:
-                backoff = 0.2 * 2 ** (attempt - 1) + random.uniform(0, 0.2) if attempt > 1 else 0.0  # noqa: S311
-                pause = min(max(backoff, asked or 0.0), max(0.0, seconds_to_answer()))
-                end += pause
-                self._sleep(pause)
-        raise failure(f"{self.host} {problem} ({attempt} attempts): check the network and the cluster, then try again")
+        seconds, wait = min(seconds_to_answer(), timeout), self._sleep
+        if seconds <= 0:
+            raise Unreachable(f"{self.host} was given no time to answer: try again")
+        end = time.monotonic() + seconds
+
+        class Bounded(urllib3.Retry):
+            def is_exhausted(self) -> bool:
+                return super().is_exhausted() or time.monotonic() >= end
+
+            def sleep(self, response: urllib3.BaseHTTPResponse | None = None) -> None:
+                asked = self.get_retry_after(response) if response is not None else None
+                wait(min(asked or self.get_backoff_time(), max(0.0, seconds_to_answer())))
+
+        retry = Bounded(
+            self.attempts - 1, redirect=0, status_forcelist=RETRIED, allowed_methods=None, raise_on_status=False,
+            backoff_factor=0.2, backoff_jitter=0.2, retry_after_max=30,
+        )  # fmt: skip
+        try:
+            response: urllib3.BaseHTTPResponse = self._client.rest_client.pool_manager.request(
+                method, url, headers=headers, body=None if body is None else json.dumps(body), preload_content=not stream,
+                timeout=urllib3.Timeout(connect=min(seconds, CONNECT_SECONDS), read=seconds), retries=retry,
+            )  # fmt: skip
+        except urllib3.exceptions.HTTPError as error:
+            reason = str(getattr(error, "reason", None) or error).rpartition(": ")[2]
+            reason = reason[:120] or type(error).__name__
+            raise Unreachable(
+                f"{self.host} cannot be reached ({reason}): check the network and the cluster, then try again"
+            ) from None
+        with contextlib.suppress(KeyError, TypeError, ValueError):  # a proxy may leave the time out
+            self._ahead = email.utils.parsedate_to_datetime(response.headers["Date"]).timestamp() - time.time()
+        return response
 
     def items(self, path: str, **query: Any) -> list[dict[str, Any]]:
         """Returns all objects of a list. Raises `ApiError`, `Unreachable`."""
@@ -377,8 +372,3 @@ def load_configuration(context: str | None) -> tuple[Callable[[], kube.Configura
         return outside, "default"
     chosen = next((item for item in contexts if item["name"] == context), current) if context else current
     return outside, str(chosen.get("context", {}).get("namespace") or "default")
-
-
-def _network_problem(error: urllib3.exceptions.HTTPError) -> str:
-    reason = str(getattr(error, "reason", None) or error).rpartition(": ")[2]
-    return f"cannot be reached ({reason[:120] or type(error).__name__})"

@@ -43,9 +43,10 @@ def test_what_passes_is_tried_again_and_what_lasts_is_not_wrong_usage(
     """Three failures in a row are tried again. A failure that stays is `Unreachable`, with the server's reason."""
     cluster.faults.append(Fault("*", "pytorchjobs", times=3, **fault))
     assert backend.submit(SPEC).created
-    cluster.faults.append(Fault("*", "pytorchjobs", times=99, message="etcd is down\nvery", **fault))
-    with pytest.raises(Unreachable, match="5 attempts") as told:
+    cluster.faults.append(lasting := Fault("*", "pytorchjobs", times=99, message="etcd is down\nvery", **fault))
+    with pytest.raises(Unreachable, match="try again") as told:
         backend.status("smoke")
+    assert lasting.hits == 5
     assert "\n" not in str(told.value) and ("drop" in fault or "etcd is down" in str(told.value))
 
 
@@ -54,9 +55,6 @@ def test_retry_after_is_obeyed_and_a_slow_server_given_up(connect: Connect, clus
     cluster.faults.append(Fault("GET", "pytorchjobs", status=429, headers={"Retry-After": "7"}))
     connect(sleep=pauses.append).list()
     assert len(pauses) == 1 and pauses[0] >= 7
-    for odd in ("1.5", "soon", "-1"):
-        cluster.faults.append(Fault("GET", "pytorchjobs", status=429, headers={"Retry-After": odd}))
-        assert connect(sleep=pauses.append).list() == []
     cluster.faults.append(Fault("GET", "pytorchjobs", delay=1.0, times=99))
     cluster.requests.clear()
     with pytest.raises(Unreachable, match=r"timed out"):
