@@ -193,9 +193,9 @@ class Api:
     def close(self) -> None:
         self._client.close()
 
-    def get(self, path: str, shape: type[Shape] = Item, accept: str = "application/json", **query: Any) -> Any:
+    def get(self, path: str, shape: type[Shape] = Item, **query: Any) -> Any:
         """Returns an object, or another value of that shape. Raises `ApiError`, `Unreachable`."""
-        return self._json("GET", path, query, shape, accept=accept)
+        return self._json("GET", path, query, shape)
 
     def find(self, path: str, shape: type[Shape] = Item, missing: Collection[int] = (404,), **how: Any) -> Any:
         """Returns the result of `get`; None if the status of the refusal is one of `missing`."""
@@ -216,12 +216,9 @@ class Api:
     def delete(self, path: str, body: Any) -> Any:
         return self._json("DELETE", path, {}, Shape, body)
 
-    def _json(
-        self, method: str, path: str, query: dict[str, Any], shape: type[Shape], body: Any = None,
-        accept: str = "application/json",
-    ) -> Any:  # fmt: skip
+    def _json(self, method: str, path: str, query: dict[str, Any], shape: type[Shape], body: Any = None) -> Any:
         try:
-            return checked(self._send(method, path, query, self.timeout, body, accept).data, shape)
+            return checked(self._send(method, path, query, self.timeout, body).data, shape)
         except ValueError as error:  # the server may have executed the request
             raise Unreachable(
                 f"{self.host} answers {method} {path} with what a Kubernetes API server does not say ({error}): "
@@ -230,11 +227,11 @@ class Api:
 
     def _send(
         self, method: str, path: str, query: dict[str, Any], timeout: float, body: Any = None,
-        accept: str = "application/json", stream: bool = False,
+        stream: bool = False,
     ) -> urllib3.BaseHTTPResponse:  # fmt: skip
         """Returns the server's good answer. Renews an expired token once. Raises `ApiError`, `Unreachable`."""
         for is_renewed in (False, True):
-            response = self._attempt(method, path, query, timeout, body, accept, stream)
+            response = self._attempt(method, path, query, timeout, body, stream)
             # The server treats a client without credentials as a user without rights.
             unknown = response.status == 401 or (response.status == 403 and f'"{ANONYMOUS}"' in _failure(response)[0])
             if is_renewed or not unknown:
@@ -261,13 +258,13 @@ class Api:
         raise ApiError(response.status, reason, message, path)
 
     def _attempt(
-        self, method: str, path: str, query: dict[str, Any], timeout: float, body: Any, accept: str, stream: bool
+        self, method: str, path: str, query: dict[str, Any], timeout: float, body: Any, stream: bool
     ) -> urllib3.BaseHTTPResponse:
         """Returns the server's answer, whatever its status, after up to `attempts` attempts. Raises `Unreachable`.
 
         No attempt begins when `timeout` seconds are over.
         """
-        headers = {"Accept": accept}
+        headers = {"Accept": "application/json"}
         if body is not None:
             headers["Content-Type"] = "application/merge-patch+json" if method == "PATCH" else "application/json"
         parameters = [(name, value) for name, value in query.items() if value is not None]

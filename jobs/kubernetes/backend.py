@@ -42,7 +42,7 @@ from .observe import (
     status_from_pods,
     stuck_reason,
 )  # fmt: skip
-from .render import CONTAINERS, KINDS, KUEUE, KUEUE_QUEUE, RENDERED, RULES, SUBMISSION
+from .render import CONTAINERS, KINDS, KUEUE, KUEUE_QUEUE, RULES, SUBMISSION
 
 if TYPE_CHECKING:
     from .api import Api
@@ -52,8 +52,6 @@ DELETION_MARGIN = 90.0
 """Seconds after the pods' grace period within which a deleted job must be gone."""
 MAX_PODS_ASKED = 3
 """Largest number of pods whose own events are queried. They say why a pod waits or is gone."""
-METADATA_LIST = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
-"""Media type of an answer with the objects' metadata alone."""
 STATUS_LINES = 1000
 """Number of the first pod's last lines in which the progress is searched. A run prints its progress once a minute."""
 MANAGED_SELECTOR = ",".join(f"{key}={value}" for key, value in MANAGED.items())
@@ -239,64 +237,52 @@ class KubernetesBackend(Cluster):
         return SubmitResult(spec.name, made, self._where(live))
 
     def attach(self, job: Submission, known: JobRecord) -> SubmitResult:
-        if (own := known.spec) is not None and known.hash is not None:
-            # The pods' label has the hash of the existing job, which may differ from that of `job`.
-            self._complete(render.of_hash(own, known.hash), known.handle)
+        if known.spec is not None:
+            self._complete(known.spec, known.handle)
         return super().attach(job, known)
 
     def _complete(self, spec: JobSpec, live: Manifest, rendered: Manifests | None = None) -> None:
-        """Creates the missing objects of a job, and lets a job run that was waiting for them.
+        """Creates the objects of a job that waits for them, and lets the job run.
 
         Args:
-            spec: spec with the job's own hash. The job's annotation says how its code was packed.
             rendered: manifests of the submission that made the job; None: rendered again.
 
         Raises:
             UserError: the code is no longer stored here, or the server refuses an object.
         """
-        submission = str(get(live, "metadata", "annotations", SUBMISSION) or RENDERED)
+        if get(live, "metadata", "annotations", INCOMPLETE) is None:
+            return
+        submission = str(get(live, "metadata", "annotations", SUBMISSION))
         policy, job = rendered or render.manifests(spec, submission)
         # Without `blockOwnerDeletion`, which needs additional rights.
         owner = {key: job[key] for key in ("apiVersion", "kind")} | {
             key: get(live, "metadata", key) for key in ("name", "uid")
         }
-        owned = {"metadata": {"ownerReferences": [owner]}}
-        self._bring(self._policies, merge(policy, owned))
+        pieces = [(self._policies, policy)]
         if spec.code is not None:
             packed, maps = snapshots.packed(code_identity(spec)), f"/api/v1/namespaces/{self.namespace}/configmaps"
-            marks = {JOB: spec.name, SUBMISSION: submission, **MANAGED}
-            selector = ",".join(f"{key}={value}" for key, value in marks.items())
-            pages = self.api.items(maps, labelSelector=selector, accept=METADATA_LIST)
-            there = {get(item, "metadata", "name") for item in pages}
-            pieces = render.code_maps(spec, submission, packed)
-            missing = [item for item in pieces if item["metadata"]["name"] not in there]
-            if missing and get(spec_in(get(live, "metadata", "annotations")), "code", "packed") != len(packed):
+            if len(packed) != spec.code.packed:
                 raise UserError(
-                    f"the code of {spec.name} is not in the cluster, and was packed on another machine: cancel the job and submit it again"
+                    f"the code of {spec.name} was packed on another machine: cancel the job and submit it again"
                 )
-            for item in missing:
-                self._bring(maps, merge(item, owned))
-        if get(live, "metadata", "annotations", INCOMPLETE) is not None:
-            # With a queue (a patch may name it), Kueue lets the job run.
-            queue = get(job, "metadata", "labels", KUEUE_QUEUE)
-            done: Manifest = {"uid": get(live, "metadata", "uid"), "annotations": {INCOMPLETE: None}}
-            run = (
-                {"metadata": {**done, "labels": {KUEUE_QUEUE: queue}}}
-                if queue
-                else {"metadata": done, "spec": _suspend_patch(job, None)}
-            )
-            self.api.patch(self.path(job["kind"], spec.name), run)
-
-    def _bring(self, path: str, item: Manifest) -> None:
-        """Creates an object whose name belongs to this submission alone. Raises `UserError`."""
-        try:
-            self.api.create(path, item)
-        except ApiError as error:
-            # A quota also refuses an object that exists. For ConfigMaps the caller has checked this.
-            place, asks = f"{path}/{item['metadata']['name']}", error.status == 403 and item["kind"] != "ConfigMap"
-            exists = error.status == 409 or (asks and self.api.find(place, missing=(403, 404)) is not None)
-            if not exists:
-                raise
+            pieces += [(maps, item) for item in render.code_maps(spec, submission, packed)]
+        for path, item in pieces:
+            try:
+                self.api.create(path, merge(item, {"metadata": {"ownerReferences": [owner]}}))
+            except ApiError as error:  # the name belongs to this submission alone, so an earlier try made the object
+                # A quota also refuses an object that exists. Content of ConfigMaps is never read.
+                place, asks = f"{path}/{item['metadata']['name']}", error.status == 403 and item is policy
+                if error.status != 409 and not (asks and self.api.find(place, missing=(403, 404)) is not None):
+                    raise
+        # With a queue (a patch may name it), Kueue lets the job run.
+        queue = get(job, "metadata", "labels", KUEUE_QUEUE)
+        done: Manifest = {"uid": get(live, "metadata", "uid"), "annotations": {INCOMPLETE: None}}
+        run = (
+            {"metadata": {**done, "labels": {KUEUE_QUEUE: queue}}}
+            if queue
+            else {"metadata": done, "spec": _suspend_patch(job, None)}
+        )
+        self.api.patch(self.path(job["kind"], spec.name), run)
 
     def prepare(self, spec: JobSpec) -> SubmitResult:
         """Submits the job that writes the shards, unless an equal job has succeeded. Raises `UserError`."""

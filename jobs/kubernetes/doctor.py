@@ -25,8 +25,8 @@ RIGHTS = (
     ("create", "networking.k8s.io", "networkpolicies"), ("get", "networking.k8s.io", "networkpolicies"),
 )  # fmt: skip
 """(verb, group, resource), in addition to those on the kind of job that is used."""
-CODE_RIGHTS = (("create", "", "configmaps"), ("list", "", "configmaps"))
-"""Rights for a job with its own code."""
+CODE_RIGHTS = (("create", "", "configmaps"),)
+"""Right for a job with its own code."""
 EXEC_RIGHTS = (("create", "", "pods/exec"), ("get", "", "pods/exec"))
 """Rights for `lockstep exec`, which no job needs."""
 JOB_VERBS = ("create", "get", "list", "patch", "delete")

@@ -47,7 +47,7 @@ def test_a_ready_cluster_is_ok_and_what_is_missing_is_named(doctor: Doctor, clus
     cluster.denied.add("create pods/exec")
     assert doctor()["exec"][0] == "note" and "deploy/k8s/components/debug" in doctor()["exec"][1], "no job needs it"
     cluster.unknown.add("pytorchjobs")
-    cluster.denied |= {"create pytorchjobs", "list configmaps"}
+    cluster.denied |= {"create pytorchjobs", "create configmaps"}
     cluster.put("persistentvolumeclaims", {"metadata": {"name": "runs"}, "spec": {"accessModes": ["ReadWriteOnce"]}})
     found = doctor()
     wrong = {name for name, (result, _) in found.items() if result == "missing"}
