@@ -27,6 +27,7 @@ from lockstep.training.contract import UserError
 from ..logs import LineSplitter
 from ..status import LoggedOut, Unreachable, seconds_to_answer
 from .observe import ApiError, Failing
+from .render import KINDS, path_of
 
 RETRIED = (429, *range(500, 600))
 CONNECT_SECONDS = 10.0
@@ -197,14 +198,25 @@ class Api:
         """Returns an object, or another value of that shape. Raises `ApiError`, `Unreachable`."""
         return self._json("GET", path, query, shape)
 
-    def find(self, path: str, shape: type[Shape] = Item, missing: Collection[int] = (404,), **how: Any) -> Any:
+    def find(self, path: str, shape: type[Shape] = Item, missing: Collection[int] = (404,), **query: Any) -> Any:
         """Returns the result of `get`; None if the status of the refusal is one of `missing`."""
-        try:
-            return self.get(path, shape, **how)
-        except ApiError as error:
-            if error.status not in missing:
-                raise
-            return None
+        return self._json("GET", path, query, shape, missing=missing)
+
+    def items(self, path: str, **query: Any) -> list[dict[str, Any]]:
+        """Returns all objects of a list. Raises `ApiError`, `Unreachable`."""
+        return self.get(path, Listing, **query)["items"] or []
+
+    def jobs(self, namespace: str, **query: Any) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+        """Yields kind and jobs of each kind that the cluster serves and that the user may list. Raises `ApiError` if no kind answers, and
+        one is refused."""
+        answered = False
+        for kind in KINDS:
+            listing = self.find(path_of(namespace, kind), Listing, (403, 404), **query)
+            if listing is not None:
+                answered = True
+                yield kind, [{**item, "kind": kind} for item in listing["items"] or []]
+        for kind in () if answered else KINDS:
+            self.find(path_of(namespace, kind), Listing, **query)
 
     def create(self, path: str, body: Any, shape: type[Shape] = Item, **query: Any) -> Any:
         """Sends a POST with strict field validation: an unknown field is an error, and not silently dropped."""
@@ -216,9 +228,13 @@ class Api:
     def delete(self, path: str, body: Any) -> Any:
         return self._json("DELETE", path, {}, Shape, body)
 
-    def _json(self, method: str, path: str, query: dict[str, Any], shape: type[Shape], body: Any = None) -> Any:
+    def _json(
+        self, method: str, path: str, query: dict[str, Any], shape: type[Shape], body: Any = None,
+        missing: Collection[int] = (),
+    ) -> Any:  # fmt: skip
+        response = self._send(method, path, query, self.timeout, body, missing=missing)
         try:
-            return checked(self._send(method, path, query, self.timeout, body).data, shape)
+            return checked(response.data, shape) if response.status < 300 else None
         except ValueError as error:  # the server may have executed the request
             raise Unreachable(
                 f"{self.host} answers {method} {path} with what a Kubernetes API server does not say ({error}): "
@@ -227,9 +243,10 @@ class Api:
 
     def _send(
         self, method: str, path: str, query: dict[str, Any], timeout: float, body: Any = None,
-        stream: bool = False,
+        stream: bool = False, missing: Collection[int] = (),
     ) -> urllib3.BaseHTTPResponse:  # fmt: skip
-        """Returns the server's good answer. Renews an expired token once. Raises `ApiError`, `Unreachable`."""
+        """Returns the server's good answer, or one whose status is in `missing`. Renews an expired token once. Raises `ApiError`,
+        `Unreachable`."""
         for is_renewed in (False, True):
             response = self._attempt(method, path, query, timeout, body, stream)
             # The server treats a client without credentials as a user without rights.
@@ -245,12 +262,13 @@ class Api:
                 f"{self.host} answers {method} {path} with a web page ({response.status}): "
                 "check the server's address, and what stands between, then try again"
             )
-        if response.status < 300:
+        if unknown:
+            response.close()
+            raise LoggedOut(f"{self.host} does not accept the credentials (expired?): log in again, then retry")
+        if response.status < 300 or response.status in missing:
             return response
         message, reason = _failure(response)
         response.release_conn()
-        if unknown:
-            raise LoggedOut(f"{self.host} does not accept the credentials (expired?): log in again, then retry")
         message = message or f"{method} {path}: HTTP {response.status}"
         if response.status in RETRIED:
             failure = Failing if response.status >= 500 else Unreachable
@@ -302,10 +320,6 @@ class Api:
         with contextlib.suppress(KeyError, TypeError, ValueError):  # a proxy may leave the time out
             self._ahead = email.utils.parsedate_to_datetime(response.headers["Date"]).timestamp() - time.time()
         return response
-
-    def items(self, path: str, **query: Any) -> list[dict[str, Any]]:
-        """Returns all objects of a list. Raises `ApiError`, `Unreachable`."""
-        return self.get(path, Listing, **query)["items"] or []
 
     def log(self, path: str, seconds: float, **query: Any) -> Iterator[str]:
         """Yields the lines of a container's log. Ends if the stream ends, breaks, or is silent for `seconds`."""

@@ -34,7 +34,6 @@ from .observe import (
     Failing,
     hosts,
     newest,
-    of_each_kind,
     outdated,
     owned_by,
     seen_at,
@@ -151,8 +150,8 @@ class KubernetesBackend(Cluster):
         """
         if spec.k8s.kind != "auto":
             return spec
-        jobs = dict(of_each_kind(lambda kind: (kind, self._live(kind, spec.name))))
-        kinds = [kind for kind, job in jobs.items() if job is not None] or [*jobs]
+        jobs = dict(self._named(spec.name))
+        kinds = [kind for kind, found in jobs.items() if found] or [*jobs]
         if not kinds:
             raise UserError(f"the cluster has neither {' nor '.join(KINDS)}: see `lockstep doctor k8s`")
         if len(kinds) > 1:
@@ -427,20 +426,15 @@ class KubernetesBackend(Cluster):
     def list(self) -> list[JobSummary]:
         # From the server's watch cache: another list would need a quorum read of etcd.
         query = {"labelSelector": MANAGED_SELECTOR, "resourceVersion": "0"}
-        jobs = of_each_kind(lambda kind: self.api.items(self.path(kind), **query))
-        return sorted((_row(job) for of_kind in jobs for job in of_kind), key=lambda row: row.name)
+        jobs = self.api.jobs(self.namespace, **query)
+        return sorted((_row(job) for _, of_kind in jobs for job in of_kind), key=lambda row: row.name)
 
     def job(self, name: str) -> Manifest | None:
-        return next(filter(None, of_each_kind(lambda kind: self._live(kind, name))), None)
+        return next((job for _, found in self._named(name) for job in found), None)
 
-    def _live(self, kind: str, name: str) -> Manifest | None:
-        """Returns the job; None if there is none. Raises `ApiError`, also for a kind that the cluster does not serve."""
-        try:
-            return {**self.api.get(self.path(kind, name)), "kind": kind}
-        except ApiError as error:
-            if error.status == 404 and error.reason:  # for a kind that is not served, the answer has no reason
-                return None
-            raise
+    def _named(self, name: str) -> Iterator[tuple[str, Manifests]]:
+        """Yields the job of that name in each kind that is served: a list of one, or an empty list."""
+        return self.api.jobs(self.namespace, fieldSelector=f"metadata.name={name}")
 
     def pods(self, job: Manifest) -> Manifests:
         """Returns the job's own pods. It leaves out pods of an earlier job of this name, and pods that another user gave this label."""

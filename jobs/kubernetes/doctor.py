@@ -15,10 +15,9 @@ from ..lint import Finding
 from ..manifest import Manifest, get, mappings
 from ..spec.model import JobSpec
 from ..status import Check, LoggedOut
-from . import render
 from .api import Api, Listing, Shape
-from .observe import condition_of_type, of_each_kind
-from .render import KINDS, KUEUE, kind_of
+from .observe import condition_of_type
+from .render import KINDS, KUEUE, kind_of, path_of
 
 RIGHTS = (
     ("list", "", "pods"), ("get", "", "pods"), ("get", "", "pods/log"), ("list", "", "events"),
@@ -74,11 +73,7 @@ class Doctor:
         """The kind of the job; without a job, the kinds that the cluster serves and that the user may use."""
         if self.spec is not None:
             return [kind_of(self.spec)]
-        served = of_each_kind(lambda kind: (kind, self._serves(kind)))
-        return [kind for kind, there in served if there] or [*KINDS]
-
-    def _serves(self, kind: str) -> bool:
-        return self.api.find(render.path_of(self.namespace, kind), Listing, limit=1) is not None
+        return [kind for kind, _ in self.api.jobs(self.namespace, limit=1)] or [*KINDS]
 
     def _who(self) -> Rows:
         body = {"apiVersion": "authentication.k8s.io/v1", "kind": "SelfSubjectReview"}
@@ -111,7 +106,7 @@ class Doctor:
 
     def _custom_resource(self) -> Rows:
         for kind in self._kinds:
-            if self._serves(kind):
+            if self.api.find(path_of(self.namespace, kind), Listing, limit=1) is not None:
                 yield Check("custom resource", "ok", f"{kind} {KINDS[kind][0]}")
             else:
                 yield Check("custom resource", "missing", f"{kind} is not installed ({KINDS[kind][0]})")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_TIMED_OUT, EXIT_USAGE, UserError
 
@@ -441,24 +441,3 @@ def _forbidden(message: str) -> str:
     if "being terminated" in why or "is terminating" in why:
         return f"the namespace is being deleted: {message}; use another one, or wait until it is there again"
     return f"not allowed: {message}; ask for the rights in deploy/k8s/base/rbac.yaml of this version"
-
-
-Answer = TypeVar("Answer")
-
-
-def of_each_kind(ask: Callable[[str], Answer]) -> Iterator[Answer]:
-    """Yields the answers for the kinds that are installed and that the user may use. Raises `ApiError` if no kind answers, and one is
-    refused."""
-    refused: list[ApiError] = []
-    answered = False
-    for kind in KINDS:
-        try:
-            answer = ask(kind)
-            answered = True
-            yield answer
-        except ApiError as error:
-            if error.status not in (403, 404):
-                raise
-            refused += [error] if error.status == 403 else []
-    if refused and not answered:
-        raise refused[0]
