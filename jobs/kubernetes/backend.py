@@ -33,6 +33,7 @@ from .observe import (
     ApiError,
     Failing,
     hosts,
+    maker,
     newest,
     outdated,
     owned_by,
@@ -335,29 +336,19 @@ class KubernetesBackend(Cluster):
         if status.final or status.state == "running":
             return status
         workload = self._workload(job) if get(job, "metadata", "labels", KUEUE_QUEUE) else None
-        maker = self._maker(job) if len(pods) < len(names) else None
-        if maker is not None:
-            events += self._events(get(maker, "metadata", "uid"), "uid")
+        if len(pods) < len(names) and maker(job):
+            events += self._events(maker(job), "name")
         pending = [get(pod, "metadata", "name") for pod in pods if get(pod, "status", "phase") == "Pending"]
         again = [part.name for part in status.ranks if part.restarts]
         missing = [name for name in names if len(pods) < len(names) <= MAX_PODS_ASKED and name not in again]
         for name in [*pending, *again, *missing][:MAX_PODS_ASKED]:  # also of a pod that is gone
             events += self._events(name, "name")
-        return status_from_pods(job, pods, events, workload, names, ranks, now, maker, live)
+        return status_from_pods(job, pods, events, workload, names, ranks, now, live)
 
     def _events(self, about: Any, key: str) -> Manifests:
         """Returns the events of an object by its uid, or of all objects that had this name; the latest last."""
         path = f"/api/v1/namespaces/{self.namespace}/events"
         return sorted(self.api.items(path, fieldSelector=f"involvedObject.{key}={about}"), key=seen_at)
-
-    def _maker(self, job: Manifest) -> Manifest | None:
-        """Returns the batch Job that makes the pods of a TrainJob; None if it is missing, is another job's, or may not be read."""
-        if job.get("kind") != "TrainJob":
-            return None
-        name = get(job, "metadata", "name")
-        path = f"/apis/batch/v1/namespaces/{self.namespace}/jobs/{name}-node-0"
-        maker: Manifest | None = self.api.find(path, missing=(403, 404))
-        return maker if get(maker, "spec", "template", "metadata", "labels", JOB) == name else None
 
     def _workload(self, job: Manifest) -> Manifest | None:
         """Returns the job's workload in Kueue's queue; None without Kueue."""

@@ -150,8 +150,7 @@ class Doctor:
 def rights(kind: str) -> list[tuple[str, str, str]]:
     """Returns (verb, group, resource) of every request of lockstep for this kind of job."""
     version, plural = KINDS[kind]
-    batch = [("get", "batch", "jobs")] if kind == "TrainJob" else []  # for the events of refused pods
-    return [*((verb, version.partition("/")[0], plural) for verb in JOB_VERBS), *RIGHTS, *batch]
+    return [*((verb, version.partition("/")[0], plural) for verb in JOB_VERBS), *RIGHTS]
 
 
 def _granted(rules: list[Manifest], verb: str, group: str, resource: str) -> bool:

@@ -37,7 +37,7 @@ def condition_of_type(item: Object, kind: str) -> Object:
 
 def status_from_pods(
     job: Object, pods: list[Object], events: list[Object], workload: Object | None, hosts: list[str], ranks: int,
-    now: float, maker: Object | None = None, live: bool = False,
+    now: float, live: bool = False,
 ) -> Status:  # fmt: skip
     """Returns the status of a PyTorchJob or TrainJob.
 
@@ -45,18 +45,24 @@ def status_from_pods(
         hosts: host names of the job's pods in the order of their ranks.
         ranks: ranks in each pod.
         now: seconds since the epoch.
-        maker: the batch Job that makes a TrainJob's pods, and has the events of refused pods.
         live: whether the other pods continue if a pod other than the first one is lost.
     """
     places = {host: node for node, host in enumerate(hosts)}
     replaced = _replaced(job, pods, events)
     pods = newest(pods)
-    known = {None, *(get(item, "metadata", "uid") for item in [job, *pods, maker])}
-    # Events of an earlier job with the same name stay for an hour.
-    events = [event for event in events if get(event, "involvedObject", "uid") in known]
+    known, since = (
+        {None, *(get(item, "metadata", "uid") for item in [job, *pods])},
+        get(job, "metadata", "creationTimestamp") or "",
+    )
+    # Events of an earlier job with the same name stay for an hour. Those of a TrainJob's batch Job are told by their time.
+    events = [
+        event for event in events
+        if get(event, "involvedObject", "uid") in known
+        or (get(event, "involvedObject", "name") == maker(job) and (seen_at(event) or "~") >= since)
+    ]  # fmt: skip
     parts = [_part(pod, ranks, places, now, replaced.get(host(pod), (0, ""))) for pod in pods]
     parts.sort(key=lambda part: (part.ranks or [1 << 30], part.name))
-    state, reason, code = _classify(_Seen(job, pods, events, workload, len(hosts), now, maker))
+    state, reason, code = _classify(_Seen(job, pods, events, workload, len(hosts), now))
     again = [f"{name} was replaced: {why}" for name, (_, why) in sorted(replaced.items()) if why]
     if state in ("pending", "restarting") and again and (state == "restarting" or reason.endswith(STARTING)):
         state, reason = "restarting", again[0]
@@ -129,7 +135,12 @@ def owned_by(pod: Object, job: Object) -> bool:
     if job.get("kind") != "TrainJob":
         return get(job, "metadata", "uid") in [owner.get("uid") for owner in owners]
     since, made = (str(get(item, "metadata", "creationTimestamp") or "") for item in (job, pod))
-    return (f"{get(job, 'metadata', 'name')}-node-0" in [owner.get("name") for owner in owners]) and made >= since
+    return maker(job) in [owner.get("name") for owner in owners] and made >= since
+
+
+def maker(job: Object) -> str:
+    """Returns the name of the batch Job that makes a TrainJob's pods, and has the events of refused pods."""
+    return f"{get(job, 'metadata', 'name')}-node-0" if job.get("kind") == "TrainJob" else ""
 
 
 def host(pod: Object) -> str:
@@ -181,7 +192,6 @@ class _Seen:
     workload: Object | None
     nodes: int
     now: float
-    maker: Object | None
 
     def in_phase(self, phase: str) -> list[Object]:
         return [pod for pod in self.pods if get(pod, "status", "phase") == phase]
@@ -233,11 +243,11 @@ class _Seen:
 
     def refused(self) -> str:
         """Returns the cluster's message to pods that it refuses: quota, PodSecurity, LimitRange. The job has no condition for this."""
-        name = get(self.maker or self.job, "metadata", "name")
+        makers = (get(self.job, "metadata", "name"), maker(self.job))
         latest = max((str(get(pod, "metadata", "creationTimestamp")) for pod in self.pods), default="")
         events = [
             event for event in self.events
-            if str(event.get("reason")).startswith("FailedCreate") and get(event, "involvedObject", "name") == name
+            if str(event.get("reason")).startswith("FailedCreate") and get(event, "involvedObject", "name") in makers
             and (seen_at(event) or "~") >= latest  # later pods prove that the refusal is over
         ]  # fmt: skip
         if not events or len(self.pods) >= self.nodes:
