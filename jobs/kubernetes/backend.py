@@ -26,7 +26,7 @@ from ..logs import PREFIX
 from ..manifest import HASH, JOB, MANAGED, Manifest, get, merge, spec_in
 from ..process import Streams
 from ..spec.model import JobSpec, check_preparation, code_identity, preparation
-from ..status import Check, JobSummary, Status, SubmitResult, Unreachable, note, warn
+from ..status import Check, JobSummary, Status, SubmitResult, Unreachable, note
 from . import render
 from .observe import (
     INCOMPLETE,
@@ -189,9 +189,7 @@ class KubernetesBackend(Cluster):
         known = JobRecord(name, get(labels, HASH), plain, job, self._where(job), len(hosts(job)))
         if not submitting or not get(job, "metadata", "deletionTimestamp"):
             return known
-        warn(f"{name} is being deleted: waiting until it is gone")
-        self._await_end(known)
-        return self.find(name, submitting)
+        raise Unreachable(f"{name} is being deleted: submit it again when it is gone")
 
     def preflight(self, job: Submission) -> Checks:
         """Runs the server's dry run, and returns the rows of `doctor`."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -154,22 +153,14 @@ def test_with_a_queue_kueue_lets_the_job_run(backend: Any, cluster: Cluster, ope
     assert backend.drift(queued) == []
 
 
-def test_a_name_that_is_being_deleted_is_waited_for(
-    backend: Any, cluster: Cluster, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The old job has the name until its finalizer goes. `submit` waits, says so, and makes the new job."""
+def test_a_name_that_is_being_deleted_is_refused(backend: Any, cluster: Cluster) -> None:
     backend.submit(SPEC)
-    cluster.change(
-        "pytorchjobs",
-        "smoke",
-        metadata={"finalizers": ["example.org/hold"], "deletionTimestamp": "2026-01-01T00:00:01Z"},
-    )
-    old = uid(cluster)
-    timer = threading.Timer(1.0, cluster.remove, ["pytorchjobs", "smoke"])
-    timer.start()
-    assert backend.submit(SPEC).created and uid(cluster) != old
-    assert "smoke is being deleted" in capsys.readouterr().err
-    timer.join()
+    marks = {"finalizers": ["example.org/hold"], "deletionTimestamp": "2026-01-01T00:00:01Z"}
+    cluster.change("pytorchjobs", "smoke", metadata=marks)
+    with pytest.raises(Unreachable, match="is being deleted: submit it again"):
+        backend.submit(SPEC)
+    cluster.remove("pytorchjobs", "smoke")
+    assert backend.submit(SPEC).created
 
 
 def test_cancel_waits_for_the_end_of_the_pods(backend: Any, cluster: Cluster) -> None:
