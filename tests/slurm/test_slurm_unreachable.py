@@ -132,14 +132,6 @@ def test_a_dry_run_that_hears_no_answer_has_submitted_nothing(site: Site) -> Non
     assert "submit again" not in done.stderr and not site.kept.exists(), done
 
 
-def test_a_working_folder_that_is_gone_is_named(site: Site) -> None:
-    """sbatch is installed. The folder in which it is to start is not there."""
-    site.env["LOCKSTEP_SLURM_HERE"] = str(site.folder / "gone")
-    done = site.run("submit", "slurm", site.file)
-    assert done.returncode == 2 and f"cannot run sbatch in {site.folder / 'gone'}: " in done.stderr, done
-    assert "not installed" not in done.stderr and not site.kept.exists(), done
-
-
 def started(site: Site, *words: str) -> subprocess.Popen[bytes]:
     command = [PYTHON, "-c", PROGRAM, *words]
     return subprocess.Popen(command, env={**os.environ, **site.env}, stderr=subprocess.DEVNULL)
