@@ -115,7 +115,7 @@ class KubernetesBackend(Cluster):
 
     @classmethod
     def doctor(cls, spec: JobSpec | None, **place: str | None) -> Checks:
-        from .doctor import Doctor, findings_as_rows
+        from .doctor import Doctor
 
         try:
             connected = cls.at(spec, **place)
@@ -123,10 +123,9 @@ class KubernetesBackend(Cluster):
             if spec is not None:
                 with contextlib.suppress(UserError):  # the rows of the cluster report the error
                     spec = connected._with_kind(spec)
-            rows += Doctor(connected.api, connected.namespace, spec).rows()
+            return rows + Doctor(connected.api, connected.namespace, spec).rows()
         except UserError as error:
-            rows = [Check("cluster", "missing", str(error))]
-        return rows if spec is None else [*rows, *findings_as_rows(cls.lint(spec))]  # the cluster's kind
+            return [Check("cluster", "missing", str(error))]
 
     def prepared(self, spec: JobSpec, runs: Sequence[JobSpec] = (), kind: str | None = None) -> Submission:
         own = self._with_kind(spec, kind)

@@ -11,7 +11,6 @@ from functools import cached_property, partial
 
 from lockstep.training.contract import UserError
 
-from ..lint import Finding
 from ..manifest import Manifest, get, mappings
 from ..spec.model import JobSpec
 from ..status import Check, LoggedOut
@@ -30,12 +29,6 @@ EXEC_RIGHTS = (("create", "", "pods/exec"), ("get", "", "pods/exec"))
 """Rights for `lockstep exec`, which no job needs."""
 JOB_VERBS = ("create", "get", "list", "patch", "delete")
 Rows = Iterator[Check]
-
-
-def findings_as_rows(findings: list[Finding]) -> list[Check]:
-    """Returns rows of what `submit` would refuse or warn of. They need no cluster."""
-    checks = [Check(item.id, "missing" if item.level == "error" else item.level, item.message) for item in findings]
-    return checks or [Check("rules", "ok", "lint finds nothing in the job")]
 
 
 class Doctor:

@@ -162,14 +162,6 @@ def test_what_refuses_a_trainjob_makes_it_a_pytorchjob_decided_once(
     assert backend.drift(runs[0]) == [] and {method for method, *_ in cluster.requests} == {"GET"}
 
 
-def test_doctor_judges_the_job_that_submit_would_send(backend: Any, cluster: Cluster, tmp_path: Path) -> None:
-    del backend
-    cluster.unknown.add("pytorchjobs")
-    (tmp_path / "job.yaml").write_text(f"name: {'a' * 50}\nrecipe: smoke\nimage: localhost:5000/a:1\n")
-    done = lockstep(tmp_path, "doctor", "k8s", "job.yaml", "--json")
-    assert ("LS001", "missing") in {(row["name"], row["result"]) for row in json.loads(done.stdout)}, done
-
-
 def test_a_cluster_without_either_kind_and_none_at_all(backend: Any, cluster: Cluster, tmp_path: Path) -> None:
     cluster.unknown |= {"pytorchjobs", "trainjobs"}
     with pytest.raises(UserError, match="neither PyTorchJob nor TrainJob"):
