@@ -15,7 +15,7 @@ from ..manifest import Manifest, get, mappings
 from ..spec.model import JobSpec
 from ..status import Check, LoggedOut
 from .api import Api, Listing, Shape
-from .observe import condition_of_type
+from .observe import condition
 from .render import KINDS, KUEUE, kind_of, path_of
 
 RIGHTS = (
@@ -129,7 +129,7 @@ class Doctor:
             yield Check("queue", "missing", f"no LocalQueue {name} in {self.namespace}")
             return
         yield Check("queue", "ok", f"{name} → {get(local, 'spec', 'clusterQueue')}")
-        active, waiting = condition_of_type(local, "Active"), get(local, "status", "pendingWorkloads")
+        active, waiting = condition(local, "Active", None), get(local, "status", "pendingWorkloads")
         if active.get("status") == "False":
             yield Check("start", "warning", f"the queue {name} is not active: {active.get('message')}")
         elif waiting:

@@ -22,17 +22,10 @@ GONE_SECONDS = 60.0
 _CONFIG = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
 
 
-def condition(item: Object, kind: str) -> Object | None:
-    """Returns the condition of that type whose status is True. Old conditions stay with status False."""
-    conditions = [
-        c for c in mappings(get(item, "status", "conditions")) if c.get("type") == kind and c.get("status") == "True"
-    ]
-    return conditions[0] if conditions else None
-
-
-def condition_of_type(item: Object, kind: str) -> Object:
-    """Returns the condition of that type, with any status; {} if there is none."""
-    return next((c for c in mappings(get(item, "status", "conditions")) if c.get("type") == kind), {})
+def condition(item: Object, kind: str, status: str | None = "True") -> Object:
+    """Returns the condition of that type and status (None: any), or {}. Old conditions stay with status False."""
+    conditions = [one for one in mappings(get(item, "status", "conditions")) if one.get("type") == kind]
+    return next((one for one in conditions if status in (None, one.get("status"))), {})
 
 
 def status_from_pods(
@@ -208,7 +201,7 @@ class _Seen:
             yield "running", f"is being cancelled{stuck_reason(pods, self.now)}"
         if get(job, "metadata", "annotations", INCOMPLETE) is not None:
             yield "pending", "is being submitted; where that was cut off, submit it again to finish it, or cancel it"
-        if self.workload is not None and condition(self.workload, "Admitted") is None:
+        if self.workload is not None and not condition(self.workload, "Admitted"):
             yield "queued", _waiting_in_a_queue(self.workload)
         if _is_suspended(job) and self.workload is None and (queue := get(job, "metadata", "labels", KUEUE_QUEUE)):
             yield "queued", f"queue {queue} has not seen it yet: is Kueue there? (`lockstep doctor k8s`)"
@@ -232,7 +225,7 @@ class _Seen:
     def unscheduled(self) -> str | None:
         placed = [pod for pod in self.pods if get(pod, "spec", "nodeName") or condition(pod, "PodScheduled")]
         for pod in self.in_phase("Pending"):
-            last = condition_of_type(pod, "PodScheduled")
+            last = condition(pod, "PodScheduled", None)
             refused = last.get("status") == "False" and last.get("reason") in ("Unschedulable", "SchedulerError")
             message = str(last.get("message") or "") if refused else ""
             if refused or not get(pod, "spec", "nodeName"):
@@ -272,9 +265,9 @@ class _Seen:
 def _waiting_in_a_queue(workload: Object) -> str:
     queue = get(workload, "spec", "queueName") or "?"
     for kind in ("Evicted", "Preempted"):
-        if (ended := condition(workload, kind)) is not None:
+        if ended := condition(workload, kind):
             return f"waiting in queue {queue} after {kind.lower()[:-2]}ion: {ended.get('message') or ''}"
-    message = str(condition_of_type(workload, "QuotaReserved").get("message") or "")
+    message = str(condition(workload, "QuotaReserved", None).get("message") or "")
     return f"waiting for quota in queue {queue}" + (f": {' '.join(message.split())}" if message else "")
 
 
@@ -334,7 +327,7 @@ def _unreachable_node(pod: Object, now: float) -> str:
     forever."""
     name, node = get(pod, "metadata", "name"), get(pod, "spec", "nodeName")
     silent = f"the node {node} of {name} does not answer" if node else f"the node of {name} does not answer"
-    ready = condition_of_type(pod, "Ready")
+    ready = condition(pod, "Ready", None)
     if get(pod, "status", "phase") == "Running" and ready and ready.get("status") != "True":
         # A kubelet gives its own reasons. The control plane gives one of these for a dead node, or none and leaves the containers ready.
         reason = ready.get("reason")
