@@ -348,18 +348,13 @@ def _failure(response: urllib3.BaseHTTPResponse) -> tuple[str, str]:
 def load_configuration(context: str | None) -> tuple[Callable[[], kube.Configuration], str]:
     """Returns (a loader of the configuration, the namespace that it names). Raises `UserError` if there is no configuration."""
     # The user's settings take precedence over the pod's defaults.
-    if context is None and not os.environ.get("KUBECONFIG") and NAMESPACE_FILE.exists():
-        namespace = NAMESPACE_FILE.read_text(encoding="utf-8").strip()
+    inside = context is None and not os.environ.get("KUBECONFIG") and NAMESPACE_FILE.exists()
 
-        def inside() -> kube.Configuration:
-            configuration = kube.Configuration()
+    def load() -> kube.Configuration:
+        configuration, failures = kube.Configuration(), logging.handlers.BufferingHandler(1000)
+        if inside:
             kubeconfig.load_incluster_config(client_configuration=configuration)
             return configuration
-
-        return inside, namespace
-
-    def outside() -> kube.Configuration:
-        configuration, failures = kube.Configuration(), logging.handlers.BufferingHandler(1000)
         failures.setLevel(logging.ERROR)
         logging.getLogger().addHandler(failures)
         try:
@@ -377,9 +372,11 @@ def load_configuration(context: str | None) -> tuple[Callable[[], kube.Configura
         configuration.refresh_api_key_hook = None  # expired credentials are read again when the server refuses them
         return configuration
 
+    if inside:
+        return load, NAMESPACE_FILE.read_text(encoding="utf-8").strip()
     try:
         contexts, current = kubeconfig.list_kube_config_contexts(os.environ.get("KUBECONFIG"))
     except _UNREADABLE:
-        return outside, "default"
+        return load, "default"
     chosen = next((item for item in contexts if item["name"] == context), current) if context else current
-    return outside, str(chosen.get("context", {}).get("namespace") or "default")
+    return load, str(chosen.get("context", {}).get("namespace") or "default")
