@@ -62,7 +62,7 @@ SUITES = {
     ),
     "slurm": Suite(
         "a real SLURM of two nodes",
-        "-n 3 --dist loadfile tests/slurm",
+        "-n 3 --dist loadfile --no-loadscope-reorder tests/slurm/test_slurm_survival.py tests/slurm",  # the longest first
         "root, Debian: slurm-wlm slurmdbd mariadb-server munge openssh-server tcsh fish; a package index, or uv's cache",
     ),
     "containers": Suite(

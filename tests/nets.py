@@ -275,3 +275,7 @@ class Held(SmallConv):
 
 class Options:
     """No network at all."""
+
+
+class PacedNormed(Paced, NormedConv):
+    """With batch statistics and dropout, and as slow as a test needs it."""

@@ -1,7 +1,7 @@
 """Talks to a Kubernetes API server. A failure on the way is either repaired or reported in one line.
 
-The official client brings kubeconfig, credentials and TLS; this adds attempts within a bound, one renewal of an expired
-token, and pages. Answers are plain JSON: building the client's objects for 10,000 pods takes seconds.
+The official client brings kubeconfig, credentials and TLS; this adds attempts within a bound, and one renewal of an
+expired token. Answers are plain JSON: building the client's objects for 10,000 pods takes seconds.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import email.utils
 import json
 import logging.handlers
 import os
-import random
 import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -26,15 +25,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from lockstep.training.contract import UserError
 
 from ..logs import LineSplitter
-from ..manifest import get
 from ..status import LoggedOut, Unreachable, seconds_to_answer
-from .observe import ApiError, Failing, Gone
+from .observe import ApiError, Failing
+from .render import KINDS, path_of
 
-RETRIED = (429, 500, 502, 503, 504)
+RETRIED = (429, *range(500, 600))
 CONNECT_SECONDS = 10.0
-PAGE = 500
-_ONCE = urllib3.Retry(0, redirect=0, allowed_methods=None, retry_after_max=30)
-"""One attempt. Each retry of the transport would have the whole timeout."""
 _UNREADABLE = (kubeconfig.ConfigException, yaml.YAMLError, OSError, ValueError, TypeError, KeyError, AttributeError)
 """Errors that reading a kubeconfig may raise."""
 ANONYMOUS = "system:anonymous"
@@ -69,12 +65,7 @@ class Reference(Shape):
     uid: Text = None
 
 
-class Metadata(Shape):
-    resourceVersion: Text = None
-    next_page: Text = Field(None, alias="continue")
-
-
-class Identity(Metadata):
+class Identity(Shape):
     name: str = Field(min_length=1)
     uid: str = Field(min_length=1)
     """Identity of the object. A deletion without it could delete another object of the same name."""
@@ -157,7 +148,6 @@ class Item(Explained):
 
 
 class Listing(Shape):
-    metadata: Metadata | None = None
     items: list[Item] | None
 
 
@@ -183,7 +173,7 @@ class Api:
 
     Args:
         load: makes the client's configuration from the kubeconfig; called again if a token has expired.
-        timeout: seconds to wait for an answer to one request, all attempts together.
+        timeout: seconds to wait for an answer to one attempt, and after which no further attempt begins.
         attempts: how often a request is sent before the error counts.
     """
 
@@ -204,18 +194,29 @@ class Api:
     def close(self) -> None:
         self._client.close()
 
-    def get(self, path: str, shape: type[Shape] = Item, accept: str = "application/json", **query: Any) -> Any:
+    def get(self, path: str, shape: type[Shape] = Item, **query: Any) -> Any:
         """Returns an object, or another value of that shape. Raises `ApiError`, `Unreachable`."""
-        return self._json("GET", path, query, shape, accept=accept)
+        return self._json("GET", path, query, shape)
 
-    def find(self, path: str, shape: type[Shape] = Item, missing: Collection[int] = (404,), **how: Any) -> Any:
+    def find(self, path: str, shape: type[Shape] = Item, missing: Collection[int] = (404,), **query: Any) -> Any:
         """Returns the result of `get`; None if the status of the refusal is one of `missing`."""
-        try:
-            return self.get(path, shape, **how)
-        except ApiError as error:
-            if error.status not in missing:
-                raise
-            return None
+        return self._json("GET", path, query, shape, missing=missing)
+
+    def items(self, path: str, **query: Any) -> list[dict[str, Any]]:
+        """Returns all objects of a list. Raises `ApiError`, `Unreachable`."""
+        return self.get(path, Listing, **query)["items"] or []
+
+    def jobs(self, namespace: str, **query: Any) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+        """Yields kind and jobs of each kind that the cluster serves and that the user may list. Raises `ApiError` if no kind answers, and
+        one is refused."""
+        answered = False
+        for kind in KINDS:
+            listing = self.find(path_of(namespace, kind), Listing, (403, 404), **query)
+            if listing is not None:
+                answered = True
+                yield kind, [{**item, "kind": kind} for item in listing["items"] or []]
+        for kind in () if answered else KINDS:
+            self.find(path_of(namespace, kind), Listing, **query)
 
     def create(self, path: str, body: Any, shape: type[Shape] = Item, **query: Any) -> Any:
         """Sends a POST with strict field validation: an unknown field is an error, and not silently dropped."""
@@ -229,10 +230,11 @@ class Api:
 
     def _json(
         self, method: str, path: str, query: dict[str, Any], shape: type[Shape], body: Any = None,
-        accept: str = "application/json",
+        missing: Collection[int] = (),
     ) -> Any:  # fmt: skip
+        response = self._send(method, path, query, self.timeout, body, missing=missing)
         try:
-            return checked(self._send(method, path, query, self.timeout, body, accept).data, shape)
+            return checked(response.data, shape) if response.status < 300 else None
         except ValueError as error:  # the server may have executed the request
             raise Unreachable(
                 f"{self.host} answers {method} {path} with what a Kubernetes API server does not say ({error}): "
@@ -241,11 +243,12 @@ class Api:
 
     def _send(
         self, method: str, path: str, query: dict[str, Any], timeout: float, body: Any = None,
-        accept: str = "application/json", stream: bool = False,
+        stream: bool = False, missing: Collection[int] = (),
     ) -> urllib3.BaseHTTPResponse:  # fmt: skip
-        """Returns the server's good answer. Renews an expired token once. Raises `ApiError`, `Gone`, `Unreachable`."""
+        """Returns the server's good answer, or one whose status is in `missing`. Renews an expired token once. Raises `ApiError`,
+        `Unreachable`."""
         for is_renewed in (False, True):
-            response = self._attempt(method, path, query, timeout, body, accept, stream)
+            response = self._attempt(method, path, query, timeout, body, stream)
             # The server treats a client without credentials as a user without rights.
             unknown = response.status == 401 or (response.status == 403 and f'"{ANONYMOUS}"' in _failure(response)[0])
             if is_renewed or not unknown:
@@ -259,86 +262,64 @@ class Api:
                 f"{self.host} answers {method} {path} with a web page ({response.status}): "
                 "check the server's address, and what stands between, then try again"
             )
-        if response.status < 300:
+        if unknown:
+            response.close()
+            raise LoggedOut(f"{self.host} does not accept the credentials (expired?): log in again, then retry")
+        if response.status < 300 or response.status in missing:
             return response
         message, reason = _failure(response)
         response.release_conn()
-        if unknown:
-            raise LoggedOut(f"{self.host} does not accept the credentials (expired?): log in again, then retry")
-        if response.status == 410:
-            raise Gone(f"{self.host} no longer has the version that was asked for: try again")
         message = message or f"{method} {path}: HTTP {response.status}"
-        if response.status >= 500:
-            raise Unreachable(f"{self.host} answers {response.status}: {message}")
+        if response.status in RETRIED:
+            failure = Failing if response.status >= 500 else Unreachable
+            raise failure(f"{self.host} answers {response.status}: {message}: check the cluster, then try again")
         raise ApiError(response.status, reason, message, path)
 
     def _attempt(
-        self, method: str, path: str, query: dict[str, Any], timeout: float, body: Any, accept: str, stream: bool
+        self, method: str, path: str, query: dict[str, Any], timeout: float, body: Any, stream: bool
     ) -> urllib3.BaseHTTPResponse:
         """Returns the server's answer, whatever its status, after up to `attempts` attempts. Raises `Unreachable`.
 
-        All attempts together have `timeout` seconds: each attempt has the rest. Pauses between attempts do not count.
+        No attempt begins when `timeout` seconds are over.
         """
-        headers = {"Accept": accept}
+        headers = {"Accept": "application/json"}
         if body is not None:
             headers["Content-Type"] = "application/merge-patch+json" if method == "PATCH" else "application/json"
         parameters = [(name, value) for name, value in query.items() if value is not None]
         _, url, headers, *_ = self._client.param_serialize(
             method, path, query_params=parameters, header_params=headers, auth_settings=["BearerToken"]
         )
-        seconds = min(seconds_to_answer(), timeout)
-        end, attempt, again = time.monotonic() + seconds, 0, seconds > 0
-        failure: type[Unreachable] = Unreachable
-        problem = "was given no time to answer"
-        while again:
-            attempt += 1
-            left, asked = max(min(seconds_to_answer(), end - time.monotonic()), 0.001), None
-            try:
-                response: urllib3.BaseHTTPResponse = self._client.rest_client.pool_manager.request(
-                    method, url, headers=headers, body=None if body is None else json.dumps(body), preload_content=not stream,
-                    timeout=urllib3.Timeout(connect=min(left, CONNECT_SECONDS), read=left), retries=_ONCE,
-                )  # fmt: skip
-                if response.status not in RETRIED:
-                    with contextlib.suppress(KeyError, TypeError, ValueError):  # a proxy may leave the time out
-                        date = email.utils.parsedate_to_datetime(response.headers["Date"])
-                        self._ahead = date.timestamp() - time.time()
-                    return response
-                failure = Failing if response.status >= 500 else Unreachable
-                problem = f"answers {response.status}: {_failure(response)[0]}"
-                with contextlib.suppress(urllib3.exceptions.InvalidHeader):  # such as `1.5`
-                    asked = _ONCE.get_retry_after(response)
-            except urllib3.exceptions.HTTPError as error:
-                failure, problem = Unreachable, _network_problem(error, seconds)
-                # A redirect would fail again.
-                again = isinstance(error, urllib3.exceptions.MaxRetryError) and not isinstance(
-                    error.reason, urllib3.exceptions.ResponseError
-                )
-            again = again and attempt < self.attempts and min(seconds_to_answer(), end - time.monotonic()) > 0
-            if again:
-                backoff = 0.2 * 2 ** (attempt - 1) + random.uniform(0, 0.2) if attempt > 1 else 0.0  # noqa: S311
-                pause = min(max(backoff, asked or 0.0), max(0.0, seconds_to_answer()))
-                end += pause
-                self._sleep(pause)
-        raise failure(f"{self.host} {problem} ({attempt} attempts): check the network and the cluster, then try again")
+        seconds, wait = min(seconds_to_answer(), timeout), self._sleep
+        if seconds <= 0:
+            raise Unreachable(f"{self.host} was given no time to answer: try again")
+        end = time.monotonic() + seconds
 
-    def pages(self, path: str, **query: Any) -> Iterator[dict[str, Any]]:
-        """Yields all objects of a list, page by page. A list that expires half-way begins again, without duplicates."""
-        seen: set[str] = set()
-        for _ in range(3):
-            token: str | None = None
-            try:
-                while True:
-                    page = self.get(path, Listing, **{"limit": PAGE, **query, "continue": token})
-                    for item in page["items"] or []:  # null if a list of metadata is empty
-                        if item["metadata"]["uid"] not in seen:
-                            seen.add(item["metadata"]["uid"])
-                            yield item
-                    token = get(page, "metadata", "continue")
-                    if not token:
-                        return
-            except Gone:
-                continue
-        raise Unreachable(f"{self.host} gave an incomplete list of {path} three times: try again")
+        class Bounded(urllib3.Retry):
+            def is_exhausted(self) -> bool:
+                return super().is_exhausted() or time.monotonic() >= end
+
+            def sleep(self, response: urllib3.BaseHTTPResponse | None = None) -> None:
+                asked = self.get_retry_after(response) if response is not None else None
+                wait(min(asked or self.get_backoff_time(), max(0.0, seconds_to_answer())))
+
+        retry = Bounded(
+            self.attempts - 1, redirect=0, status_forcelist=RETRIED, allowed_methods=None, raise_on_status=False,
+            backoff_factor=0.2, backoff_jitter=0.2, retry_after_max=30,
+        )  # fmt: skip
+        try:
+            response: urllib3.BaseHTTPResponse = self._client.rest_client.pool_manager.request(
+                method, url, headers=headers, body=None if body is None else json.dumps(body), preload_content=not stream,
+                timeout=urllib3.Timeout(connect=min(seconds, CONNECT_SECONDS), read=seconds), retries=retry,
+            )  # fmt: skip
+        except urllib3.exceptions.HTTPError as error:
+            reason = str(getattr(error, "reason", None) or error).rpartition(": ")[2]
+            reason = reason[:120] or type(error).__name__
+            raise Unreachable(
+                f"{self.host} cannot be reached ({reason}): check the network and the cluster, then try again"
+            ) from None
+        with contextlib.suppress(KeyError, TypeError, ValueError):  # a proxy may leave the time out
+            self._ahead = email.utils.parsedate_to_datetime(response.headers["Date"]).timestamp() - time.time()
+        return response
 
     def log(self, path: str, seconds: float, **query: Any) -> Iterator[str]:
         """Yields the lines of a container's log. Ends if the stream ends, breaks, or is silent for `seconds`."""
@@ -367,18 +348,13 @@ def _failure(response: urllib3.BaseHTTPResponse) -> tuple[str, str]:
 def load_configuration(context: str | None) -> tuple[Callable[[], kube.Configuration], str]:
     """Returns (a loader of the configuration, the namespace that it names). Raises `UserError` if there is no configuration."""
     # The user's settings take precedence over the pod's defaults.
-    if context is None and not os.environ.get("KUBECONFIG") and NAMESPACE_FILE.exists():
-        namespace = NAMESPACE_FILE.read_text(encoding="utf-8").strip()
+    inside = context is None and not os.environ.get("KUBECONFIG") and NAMESPACE_FILE.exists()
 
-        def inside() -> kube.Configuration:
-            configuration = kube.Configuration()
+    def load() -> kube.Configuration:
+        configuration, failures = kube.Configuration(), logging.handlers.BufferingHandler(1000)
+        if inside:
             kubeconfig.load_incluster_config(client_configuration=configuration)
             return configuration
-
-        return inside, namespace
-
-    def outside() -> kube.Configuration:
-        configuration, failures = kube.Configuration(), logging.handlers.BufferingHandler(1000)
         failures.setLevel(logging.ERROR)
         logging.getLogger().addHandler(failures)
         try:
@@ -396,21 +372,11 @@ def load_configuration(context: str | None) -> tuple[Callable[[], kube.Configura
         configuration.refresh_api_key_hook = None  # expired credentials are read again when the server refuses them
         return configuration
 
+    if inside:
+        return load, NAMESPACE_FILE.read_text(encoding="utf-8").strip()
     try:
         contexts, current = kubeconfig.list_kube_config_contexts(os.environ.get("KUBECONFIG"))
     except _UNREADABLE:
-        return outside, "default"
+        return load, "default"
     chosen = next((item for item in contexts if item["name"] == context), current) if context else current
-    return outside, str(chosen.get("context", {}).get("namespace") or "default")
-
-
-def _network_problem(error: urllib3.exceptions.HTTPError, seconds: float) -> str:
-    reason = getattr(error, "reason", None) or error
-    if isinstance(reason, urllib3.exceptions.ReadTimeoutError):
-        return f"did not answer within {round(seconds, 1):g} s"
-    if isinstance(reason, urllib3.exceptions.NameResolutionError):
-        return "cannot be reached (no address is known for its name)"
-    connected = not isinstance(reason, urllib3.exceptions.NewConnectionError)  # a subclass of ConnectTimeoutError
-    if connected and isinstance(reason, urllib3.exceptions.ConnectTimeoutError):
-        return "cannot be reached in time"
-    return f"cannot be reached ({str(reason).rpartition(': ')[2][:120] or type(reason).__name__})"
+    return load, str(chosen.get("context", {}).get("namespace") or "default")

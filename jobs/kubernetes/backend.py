@@ -26,15 +26,15 @@ from ..logs import PREFIX
 from ..manifest import HASH, JOB, MANAGED, Manifest, get, merge, spec_in
 from ..process import Streams
 from ..spec.model import JobSpec, check_preparation, code_identity, preparation
-from ..status import Check, JobSummary, Status, SubmitResult, Unreachable, note, warn
+from ..status import Check, JobSummary, Status, SubmitResult, Unreachable, note
 from . import render
 from .observe import (
     INCOMPLETE,
     ApiError,
     Failing,
     hosts,
+    maker,
     newest,
-    of_each_kind,
     outdated,
     owned_by,
     seen_at,
@@ -42,7 +42,7 @@ from .observe import (
     status_from_pods,
     stuck_reason,
 )  # fmt: skip
-from .render import CONTAINERS, KINDS, KUEUE, KUEUE_QUEUE, RENDERED, RULES, SUBMISSION
+from .render import CONTAINERS, KINDS, KUEUE, KUEUE_QUEUE, RULES, SUBMISSION
 
 if TYPE_CHECKING:
     from .api import Api
@@ -52,8 +52,6 @@ DELETION_MARGIN = 90.0
 """Seconds after the pods' grace period within which a deleted job must be gone."""
 MAX_PODS_ASKED = 3
 """Largest number of pods whose own events are queried. They say why a pod waits or is gone."""
-METADATA_LIST = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
-"""Media type of an answer with the objects' metadata alone."""
 STATUS_LINES = 1000
 """Number of the first pod's last lines in which the progress is searched. A run prints its progress once a minute."""
 MANAGED_SELECTOR = ",".join(f"{key}={value}" for key, value in MANAGED.items())
@@ -117,7 +115,7 @@ class KubernetesBackend(Cluster):
 
     @classmethod
     def doctor(cls, spec: JobSpec | None, **place: str | None) -> Checks:
-        from .doctor import Doctor, findings_as_rows
+        from .doctor import Doctor
 
         try:
             connected = cls.at(spec, **place)
@@ -125,10 +123,9 @@ class KubernetesBackend(Cluster):
             if spec is not None:
                 with contextlib.suppress(UserError):  # the rows of the cluster report the error
                     spec = connected._with_kind(spec)
-            rows += Doctor(connected.api, connected.namespace, spec).rows()
+            return rows + Doctor(connected.api, connected.namespace, spec).rows()
         except UserError as error:
-            rows = [Check("cluster", "missing", str(error))]
-        return rows if spec is None else [*rows, *findings_as_rows(cls.lint(spec))]  # the cluster's kind
+            return [Check("cluster", "missing", str(error))]
 
     def prepared(self, spec: JobSpec, runs: Sequence[JobSpec] = (), kind: str | None = None) -> Submission:
         own = self._with_kind(spec, kind)
@@ -153,8 +150,8 @@ class KubernetesBackend(Cluster):
         """
         if spec.k8s.kind != "auto":
             return spec
-        jobs = dict(of_each_kind(lambda kind: (kind, self._live(kind, spec.name))))
-        kinds = [kind for kind, job in jobs.items() if job is not None] or [*jobs]
+        jobs = dict(self._named(spec.name))
+        kinds = [kind for kind, found in jobs.items() if found] or [*jobs]
         if not kinds:
             raise UserError(f"the cluster has neither {' nor '.join(KINDS)}: see `lockstep doctor k8s`")
         if len(kinds) > 1:
@@ -191,9 +188,7 @@ class KubernetesBackend(Cluster):
         known = JobRecord(name, get(labels, HASH), plain, job, self._where(job), len(hosts(job)))
         if not submitting or not get(job, "metadata", "deletionTimestamp"):
             return known
-        warn(f"{name} is being deleted: waiting until it is gone")
-        self._await_end(known)
-        return self.find(name, submitting)
+        raise Unreachable(f"{name} is being deleted: submit it again when it is gone")
 
     def preflight(self, job: Submission) -> Checks:
         """Runs the server's dry run, and returns the rows of `doctor`."""
@@ -239,64 +234,52 @@ class KubernetesBackend(Cluster):
         return SubmitResult(spec.name, made, self._where(live))
 
     def attach(self, job: Submission, known: JobRecord) -> SubmitResult:
-        if (own := known.spec) is not None and known.hash is not None:
-            # The pods' label has the hash of the existing job, which may differ from that of `job`.
-            self._complete(render.of_hash(own, known.hash), known.handle)
+        if known.spec is not None:
+            self._complete(known.spec, known.handle)
         return super().attach(job, known)
 
     def _complete(self, spec: JobSpec, live: Manifest, rendered: Manifests | None = None) -> None:
-        """Creates the missing objects of a job, and lets a job run that was waiting for them.
+        """Creates the objects of a job that waits for them, and lets the job run.
 
         Args:
-            spec: spec with the job's own hash. The job's annotation says how its code was packed.
             rendered: manifests of the submission that made the job; None: rendered again.
 
         Raises:
             UserError: the code is no longer stored here, or the server refuses an object.
         """
-        submission = str(get(live, "metadata", "annotations", SUBMISSION) or RENDERED)
+        if get(live, "metadata", "annotations", INCOMPLETE) is None:
+            return
+        submission = str(get(live, "metadata", "annotations", SUBMISSION))
         policy, job = rendered or render.manifests(spec, submission)
         # Without `blockOwnerDeletion`, which needs additional rights.
         owner = {key: job[key] for key in ("apiVersion", "kind")} | {
             key: get(live, "metadata", key) for key in ("name", "uid")
         }
-        owned = {"metadata": {"ownerReferences": [owner]}}
-        self._bring(self._policies, merge(policy, owned))
+        pieces = [(self._policies, policy)]
         if spec.code is not None:
             packed, maps = snapshots.packed(code_identity(spec)), f"/api/v1/namespaces/{self.namespace}/configmaps"
-            marks = {JOB: spec.name, SUBMISSION: submission, **MANAGED}
-            selector = ",".join(f"{key}={value}" for key, value in marks.items())
-            pages = self.api.pages(maps, labelSelector=selector, accept=METADATA_LIST)
-            there = {get(item, "metadata", "name") for item in pages}
-            pieces = render.code_maps(spec, submission, packed)
-            missing = [item for item in pieces if item["metadata"]["name"] not in there]
-            if missing and get(spec_in(get(live, "metadata", "annotations")), "code", "packed") != len(packed):
+            if len(packed) != spec.code.packed:
                 raise UserError(
-                    f"the code of {spec.name} is not in the cluster, and was packed on another machine: cancel the job and submit it again"
+                    f"the code of {spec.name} was packed on another machine: cancel the job and submit it again"
                 )
-            for item in missing:
-                self._bring(maps, merge(item, owned))
-        if get(live, "metadata", "annotations", INCOMPLETE) is not None:
-            # With a queue (a patch may name it), Kueue lets the job run.
-            queue = get(job, "metadata", "labels", KUEUE_QUEUE)
-            done: Manifest = {"uid": get(live, "metadata", "uid"), "annotations": {INCOMPLETE: None}}
-            run = (
-                {"metadata": {**done, "labels": {KUEUE_QUEUE: queue}}}
-                if queue
-                else {"metadata": done, "spec": _suspend_patch(job, None)}
-            )
-            self.api.patch(self.path(job["kind"], spec.name), run)
-
-    def _bring(self, path: str, item: Manifest) -> None:
-        """Creates an object whose name belongs to this submission alone. Raises `UserError`."""
-        try:
-            self.api.create(path, item)
-        except ApiError as error:
-            # A quota also refuses an object that exists. For ConfigMaps the caller has checked this.
-            place, asks = f"{path}/{item['metadata']['name']}", error.status == 403 and item["kind"] != "ConfigMap"
-            exists = error.status == 409 or (asks and self.api.find(place, missing=(403, 404)) is not None)
-            if not exists:
-                raise
+            pieces += [(maps, item) for item in render.code_maps(spec, submission, packed)]
+        for path, item in pieces:
+            try:
+                self.api.create(path, merge(item, {"metadata": {"ownerReferences": [owner]}}))
+            except ApiError as error:  # the name belongs to this submission alone, so an earlier try made the object
+                # A quota also refuses an object that exists. Content of ConfigMaps is never read.
+                place, asks = f"{path}/{item['metadata']['name']}", error.status == 403 and item is policy
+                if error.status != 409 and not (asks and self.api.find(place, missing=(403, 404)) is not None):
+                    raise
+        # With a queue (a patch may name it), Kueue lets the job run.
+        queue = get(job, "metadata", "labels", KUEUE_QUEUE)
+        done: Manifest = {"uid": get(live, "metadata", "uid"), "annotations": {INCOMPLETE: None}}
+        run = (
+            {"metadata": {**done, "labels": {KUEUE_QUEUE: queue}}}
+            if queue
+            else {"metadata": done, "spec": _suspend_patch(job, None)}
+        )
+        self.api.patch(self.path(job["kind"], spec.name), run)
 
     def prepare(self, spec: JobSpec) -> SubmitResult:
         """Submits the job that writes the shards, unless an equal job has succeeded. Raises `UserError`."""
@@ -350,29 +333,19 @@ class KubernetesBackend(Cluster):
         if status.final or status.state == "running":
             return status
         workload = self._workload(job) if get(job, "metadata", "labels", KUEUE_QUEUE) else None
-        maker = self._maker(job) if len(pods) < len(names) else None
-        if maker is not None:
-            events += self._events(get(maker, "metadata", "uid"), "uid")
+        if len(pods) < len(names) and maker(job):
+            events += self._events(maker(job), "name")
         pending = [get(pod, "metadata", "name") for pod in pods if get(pod, "status", "phase") == "Pending"]
         again = [part.name for part in status.ranks if part.restarts]
         missing = [name for name in names if len(pods) < len(names) <= MAX_PODS_ASKED and name not in again]
         for name in [*pending, *again, *missing][:MAX_PODS_ASKED]:  # also of a pod that is gone
             events += self._events(name, "name")
-        return status_from_pods(job, pods, events, workload, names, ranks, now, maker, live)
+        return status_from_pods(job, pods, events, workload, names, ranks, now, live)
 
     def _events(self, about: Any, key: str) -> Manifests:
         """Returns the events of an object by its uid, or of all objects that had this name; the latest last."""
         path = f"/api/v1/namespaces/{self.namespace}/events"
-        return sorted(self.api.pages(path, fieldSelector=f"involvedObject.{key}={about}"), key=seen_at)
-
-    def _maker(self, job: Manifest) -> Manifest | None:
-        """Returns the batch Job that makes the pods of a TrainJob; None if it is missing, is another job's, or may not be read."""
-        if job.get("kind") != "TrainJob":
-            return None
-        name = get(job, "metadata", "name")
-        path = f"/apis/batch/v1/namespaces/{self.namespace}/jobs/{name}-node-0"
-        maker: Manifest | None = self.api.find(path, missing=(403, 404))
-        return maker if get(maker, "spec", "template", "metadata", "labels", JOB) == name else None
+        return sorted(self.api.items(path, fieldSelector=f"involvedObject.{key}={about}"), key=seen_at)
 
     def _workload(self, job: Manifest) -> Manifest | None:
         """Returns the job's workload in Kueue's queue; None without Kueue."""
@@ -380,7 +353,7 @@ class KubernetesBackend(Cluster):
         for version in KUEUE:
             try:
                 path = f"/apis/{version}/namespaces/{self.namespace}/workloads"
-                return next(self.api.pages(path, labelSelector=selector), None)
+                return next(iter(self.api.items(path, labelSelector=selector)), None)
             except ApiError as error:
                 if error.status not in (403, 404):
                     raise
@@ -439,35 +412,30 @@ class KubernetesBackend(Cluster):
             time.sleep(min(self.interval, 0.5))
 
     def list(self) -> list[JobSummary]:
-        # From the server's watch cache, which returns all jobs at once: each page would need a quorum read of etcd.
-        query = {"labelSelector": MANAGED_SELECTOR, "resourceVersion": "0", "limit": None}
-        jobs = of_each_kind(lambda kind: [*self.api.pages(self.path(kind), **query)])
-        return sorted((_row(job) for of_kind in jobs for job in of_kind), key=lambda row: row.name)
+        # From the server's watch cache: another list would need a quorum read of etcd.
+        query = {"labelSelector": MANAGED_SELECTOR, "resourceVersion": "0"}
+        jobs = self.api.jobs(self.namespace, **query)
+        return sorted((_row(job) for _, of_kind in jobs for job in of_kind), key=lambda row: row.name)
 
     def job(self, name: str) -> Manifest | None:
-        return next(filter(None, of_each_kind(lambda kind: self._live(kind, name))), None)
+        return next((job for _, found in self._named(name) for job in found), None)
 
-    def _live(self, kind: str, name: str) -> Manifest | None:
-        """Returns the job; None if there is none. Raises `ApiError`, also for a kind that the cluster does not serve."""
-        try:
-            return {**self.api.get(self.path(kind, name)), "kind": kind}
-        except ApiError as error:
-            if error.status == 404 and error.reason:  # for a kind that is not served, the answer has no reason
-                return None
-            raise
+    def _named(self, name: str) -> Iterator[tuple[str, Manifests]]:
+        """Yields the job of that name in each kind that is served: a list of one, or an empty list."""
+        return self.api.jobs(self.namespace, fieldSelector=f"metadata.name={name}")
 
     def pods(self, job: Manifest) -> Manifests:
         """Returns the job's own pods. It leaves out pods of an earlier job of this name, and pods that another user gave this label."""
         selector = f"{JOB}={get(job, 'metadata', 'name')}"
-        pages = self.api.pages(f"/api/v1/namespaces/{self.namespace}/pods", labelSelector=selector)
-        return [pod for pod in pages if owned_by(pod, job)]
+        pods = self.api.items(f"/api/v1/namespaces/{self.namespace}/pods", labelSelector=selector)
+        return [pod for pod in pods if owned_by(pod, job)]
 
     def pod(self, job: Manifest, host: str) -> Manifest | None:
         """Returns the pod of a host, by a query for this pod alone: a job may have a thousand others."""
         name, path = str(get(job, "metadata", "name")), f"/api/v1/namespaces/{self.namespace}/pods"
         if job.get("kind") == "TrainJob":  # the pods' names end in a random text, and their index identifies them
             selector = f"{JOB}={name},batch.kubernetes.io/job-completion-index={host.rpartition('-')[2]}"
-            pods = [pod for pod in self.api.pages(path, labelSelector=selector) if owned_by(pod, job)]
+            pods = [pod for pod in self.api.items(path, labelSelector=selector) if owned_by(pod, job)]
             return next(iter(newest(pods)), None)
         pod: Manifest | None = self.api.find(f"{path}/{host}")
         return pod if pod is not None and owned_by(pod, job) else None

@@ -11,32 +11,24 @@ from functools import cached_property, partial
 
 from lockstep.training.contract import UserError
 
-from ..lint import Finding
 from ..manifest import Manifest, get, mappings
 from ..spec.model import JobSpec
 from ..status import Check, LoggedOut
-from . import render
 from .api import Api, Listing, Shape
-from .observe import condition_of_type, of_each_kind
-from .render import KINDS, KUEUE, kind_of
+from .observe import condition
+from .render import KINDS, KUEUE, kind_of, path_of
 
 RIGHTS = (
     ("list", "", "pods"), ("get", "", "pods"), ("get", "", "pods/log"), ("list", "", "events"),
     ("create", "networking.k8s.io", "networkpolicies"), ("get", "networking.k8s.io", "networkpolicies"),
 )  # fmt: skip
 """(verb, group, resource), in addition to those on the kind of job that is used."""
-CODE_RIGHTS = (("create", "", "configmaps"), ("list", "", "configmaps"))
-"""Rights for a job with its own code."""
+CODE_RIGHTS = (("create", "", "configmaps"),)
+"""Right for a job with its own code."""
 EXEC_RIGHTS = (("create", "", "pods/exec"), ("get", "", "pods/exec"))
 """Rights for `lockstep exec`, which no job needs."""
 JOB_VERBS = ("create", "get", "list", "patch", "delete")
 Rows = Iterator[Check]
-
-
-def findings_as_rows(findings: list[Finding]) -> list[Check]:
-    """Returns rows of what `submit` would refuse or warn of. They need no cluster."""
-    checks = [Check(item.id, "missing" if item.level == "error" else item.level, item.message) for item in findings]
-    return checks or [Check("rules", "ok", "lint finds nothing in the job")]
 
 
 class Doctor:
@@ -74,11 +66,7 @@ class Doctor:
         """The kind of the job; without a job, the kinds that the cluster serves and that the user may use."""
         if self.spec is not None:
             return [kind_of(self.spec)]
-        served = of_each_kind(lambda kind: (kind, self._serves(kind)))
-        return [kind for kind, there in served if there] or [*KINDS]
-
-    def _serves(self, kind: str) -> bool:
-        return self.api.find(render.path_of(self.namespace, kind), Listing, limit=1) is not None
+        return [kind for kind, _ in self.api.jobs(self.namespace, limit=1)] or [*KINDS]
 
     def _who(self) -> Rows:
         body = {"apiVersion": "authentication.k8s.io/v1", "kind": "SelfSubjectReview"}
@@ -111,7 +99,7 @@ class Doctor:
 
     def _custom_resource(self) -> Rows:
         for kind in self._kinds:
-            if self._serves(kind):
+            if self.api.find(path_of(self.namespace, kind), Listing, limit=1) is not None:
                 yield Check("custom resource", "ok", f"{kind} {KINDS[kind][0]}")
             else:
                 yield Check("custom resource", "missing", f"{kind} is not installed ({KINDS[kind][0]})")
@@ -141,7 +129,7 @@ class Doctor:
             yield Check("queue", "missing", f"no LocalQueue {name} in {self.namespace}")
             return
         yield Check("queue", "ok", f"{name} → {get(local, 'spec', 'clusterQueue')}")
-        active, waiting = condition_of_type(local, "Active"), get(local, "status", "pendingWorkloads")
+        active, waiting = condition(local, "Active", None), get(local, "status", "pendingWorkloads")
         if active.get("status") == "False":
             yield Check("start", "warning", f"the queue {name} is not active: {active.get('message')}")
         elif waiting:
@@ -155,8 +143,7 @@ class Doctor:
 def rights(kind: str) -> list[tuple[str, str, str]]:
     """Returns (verb, group, resource) of every request of lockstep for this kind of job."""
     version, plural = KINDS[kind]
-    batch = [("get", "batch", "jobs")] if kind == "TrainJob" else []  # for the events of refused pods
-    return [*((verb, version.partition("/")[0], plural) for verb in JOB_VERBS), *RIGHTS, *batch]
+    return [*((verb, version.partition("/")[0], plural) for verb in JOB_VERBS), *RIGHTS]
 
 
 def _granted(rules: list[Manifest], verb: str, group: str, resource: str) -> bool:

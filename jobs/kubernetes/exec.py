@@ -8,14 +8,17 @@ import shutil
 import threading
 from collections.abc import Sequence
 
+from lockstep.training import files
 from lockstep.training.contract import UserError
 
 from ..process import CHUNK, Streams, exec_command, run
 from ..status import Unreachable
 
-_ENDED = b"command terminated with exit code "
+_ENDED = "command terminated with exit code "
 """Line by which kubectl reports that the exit code is the command's and not kubectl's."""
-_NOT_STARTED = re.compile(r"\(NotFound\)|executing command in container|container not found|cannot exec into")
+_NOT_STARTED = re.compile(
+    r"\(NotFound\)|\(Forbidden\)|executing command in container|container not found|cannot exec into"
+)
 """Errors after which no command runs in the container."""
 
 
@@ -36,54 +39,25 @@ def beside(
 
     words = [*kubectl, "exec", "--stdin", *(["--tty"] if streams.terminal else []), pod]
     words += ["--container", container, "--", *exec_command("python", rank, command, run_dir)]
-    errors = _Errors(streams.stderr)
+    source, target = os.pipe()
+    end = bytearray()
+
+    def copy() -> None:
+        while data := os.read(source, CHUNK):
+            end[:] = (end + data)[-4096:]
+            files.write_all(streams.stderr, data)
+
+    thread = threading.Thread(target=copy, daemon=True)
+    thread.start()
     try:
-        code = run(words, Streams(streams.stdin, streams.stdout, errors.target))
+        code = run(words, Streams(streams.stdin, streams.stdout, target))
     finally:
-        errors.close()
-    if code == 0 or errors.text.rstrip().endswith(f"{_ENDED.decode()}{code}"):
+        os.close(target)
+        thread.join()
+        os.close(source)
+    why = (end.decode(errors="replace").strip().splitlines() or [f"kubectl ended with {code}"])[-1]
+    if code == 0 or why.endswith(f"{_ENDED}{code}"):
         return code
-    raise _failed(pod, (errors.text.strip().splitlines() or [f"kubectl ended with {code}"])[-1][:500])
-
-
-class _Errors:
-    """Copies kubectl's standard error to ours, except for the line with the command's exit code."""
-
-    def __init__(self, ours: int) -> None:
-        self.ours, self.text = ours, ""
-        self._source, self.target = os.pipe()
-        self._thread = threading.Thread(target=self._copy, daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        os.close(self.target)
-        self._thread.join()
-        os.close(self._source)
-
-    def _copy(self) -> None:
-        held = b""
-        while data := os.read(self._source, CHUNK):
-            self.text = (self.text + data.decode(errors="replace"))[-4096:]
-            held += data
-            start = held.rfind(b"\n", 0, -1) + 1
-            last = held[start:]
-            if not (last.startswith(_ENDED) or _ENDED.startswith(last)):
-                start = len(held)
-            self._write(held[:start])
-            held = held[start:]
-        if not held.startswith(_ENDED):
-            self._write(held)
-
-    def _write(self, data: bytes) -> None:
-        while data:
-            data = data[os.write(self.ours, data) :]
-
-
-def _failed(pod: str, why: str) -> UserError:
-    if "(Forbidden)" in why:
-        return UserError(f"not allowed: {why}; ask for the rights in deploy/k8s/components/debug")
-    if "error dialing backend" in why:
-        return Unreachable(f"the node of {pod} does not answer: {why}")
     if _NOT_STARTED.search(why):
-        return UserError(f"cannot run a command in {pod}: {why}")
-    return Unreachable(f"the connection to {pod} was lost: the command may still run there ({why})")
+        raise UserError(f"cannot run a command in {pod}; for the rights see deploy/k8s/components/debug")
+    raise Unreachable(f"the connection to {pod} was lost: the command may still run there")

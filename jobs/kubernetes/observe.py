@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from lockstep.training.contract import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_TIMED_OUT, EXIT_USAGE, UserError
 
@@ -22,22 +22,15 @@ GONE_SECONDS = 60.0
 _CONFIG = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
 
 
-def condition(item: Object, kind: str) -> Object | None:
-    """Returns the condition of that type whose status is True. Old conditions stay with status False."""
-    conditions = [
-        c for c in mappings(get(item, "status", "conditions")) if c.get("type") == kind and c.get("status") == "True"
-    ]
-    return conditions[0] if conditions else None
-
-
-def condition_of_type(item: Object, kind: str) -> Object:
-    """Returns the condition of that type, with any status; {} if there is none."""
-    return next((c for c in mappings(get(item, "status", "conditions")) if c.get("type") == kind), {})
+def condition(item: Object, kind: str, status: str | None = "True") -> Object:
+    """Returns the condition of that type and status (None: any), or {}. Old conditions stay with status False."""
+    conditions = [one for one in mappings(get(item, "status", "conditions")) if one.get("type") == kind]
+    return next((one for one in conditions if status in (None, one.get("status"))), {})
 
 
 def status_from_pods(
     job: Object, pods: list[Object], events: list[Object], workload: Object | None, hosts: list[str], ranks: int,
-    now: float, maker: Object | None = None, live: bool = False,
+    now: float, live: bool = False,
 ) -> Status:  # fmt: skip
     """Returns the status of a PyTorchJob or TrainJob.
 
@@ -45,18 +38,24 @@ def status_from_pods(
         hosts: host names of the job's pods in the order of their ranks.
         ranks: ranks in each pod.
         now: seconds since the epoch.
-        maker: the batch Job that makes a TrainJob's pods, and has the events of refused pods.
         live: whether the other pods continue if a pod other than the first one is lost.
     """
     places = {host: node for node, host in enumerate(hosts)}
     replaced = _replaced(job, pods, events)
     pods = newest(pods)
-    known = {None, *(get(item, "metadata", "uid") for item in [job, *pods, maker])}
-    # Events of an earlier job with the same name stay for an hour.
-    events = [event for event in events if get(event, "involvedObject", "uid") in known]
+    known, since = (
+        {None, *(get(item, "metadata", "uid") for item in [job, *pods])},
+        get(job, "metadata", "creationTimestamp") or "",
+    )
+    # Events of an earlier job with the same name stay for an hour. Those of a TrainJob's batch Job are told by their time.
+    events = [
+        event for event in events
+        if get(event, "involvedObject", "uid") in known
+        or (get(event, "involvedObject", "name") == maker(job) and (seen_at(event) or "~") >= since)
+    ]  # fmt: skip
     parts = [_part(pod, ranks, places, now, replaced.get(host(pod), (0, ""))) for pod in pods]
     parts.sort(key=lambda part: (part.ranks or [1 << 30], part.name))
-    state, reason, code = _classify(_Seen(job, pods, events, workload, len(hosts), now, maker))
+    state, reason, code = _classify(_Seen(job, pods, events, workload, len(hosts), now))
     again = [f"{name} was replaced: {why}" for name, (_, why) in sorted(replaced.items()) if why]
     if state in ("pending", "restarting") and again and (state == "restarting" or reason.endswith(STARTING)):
         state, reason = "restarting", again[0]
@@ -129,7 +128,12 @@ def owned_by(pod: Object, job: Object) -> bool:
     if job.get("kind") != "TrainJob":
         return get(job, "metadata", "uid") in [owner.get("uid") for owner in owners]
     since, made = (str(get(item, "metadata", "creationTimestamp") or "") for item in (job, pod))
-    return (f"{get(job, 'metadata', 'name')}-node-0" in [owner.get("name") for owner in owners]) and made >= since
+    return maker(job) in [owner.get("name") for owner in owners] and made >= since
+
+
+def maker(job: Object) -> str:
+    """Returns the name of the batch Job that makes a TrainJob's pods, and has the events of refused pods."""
+    return f"{get(job, 'metadata', 'name')}-node-0" if job.get("kind") == "TrainJob" else ""
 
 
 def host(pod: Object) -> str:
@@ -181,7 +185,6 @@ class _Seen:
     workload: Object | None
     nodes: int
     now: float
-    maker: Object | None
 
     def in_phase(self, phase: str) -> list[Object]:
         return [pod for pod in self.pods if get(pod, "status", "phase") == phase]
@@ -198,7 +201,7 @@ class _Seen:
             yield "running", f"is being cancelled{stuck_reason(pods, self.now)}"
         if get(job, "metadata", "annotations", INCOMPLETE) is not None:
             yield "pending", "is being submitted; where that was cut off, submit it again to finish it, or cancel it"
-        if self.workload is not None and condition(self.workload, "Admitted") is None:
+        if self.workload is not None and not condition(self.workload, "Admitted"):
             yield "queued", _waiting_in_a_queue(self.workload)
         if _is_suspended(job) and self.workload is None and (queue := get(job, "metadata", "labels", KUEUE_QUEUE)):
             yield "queued", f"queue {queue} has not seen it yet: is Kueue there? (`lockstep doctor k8s`)"
@@ -222,7 +225,7 @@ class _Seen:
     def unscheduled(self) -> str | None:
         placed = [pod for pod in self.pods if get(pod, "spec", "nodeName") or condition(pod, "PodScheduled")]
         for pod in self.in_phase("Pending"):
-            last = condition_of_type(pod, "PodScheduled")
+            last = condition(pod, "PodScheduled", None)
             refused = last.get("status") == "False" and last.get("reason") in ("Unschedulable", "SchedulerError")
             message = str(last.get("message") or "") if refused else ""
             if refused or not get(pod, "spec", "nodeName"):
@@ -233,11 +236,11 @@ class _Seen:
 
     def refused(self) -> str:
         """Returns the cluster's message to pods that it refuses: quota, PodSecurity, LimitRange. The job has no condition for this."""
-        name = get(self.maker or self.job, "metadata", "name")
+        makers = (get(self.job, "metadata", "name"), maker(self.job))
         latest = max((str(get(pod, "metadata", "creationTimestamp")) for pod in self.pods), default="")
         events = [
             event for event in self.events
-            if str(event.get("reason")).startswith("FailedCreate") and get(event, "involvedObject", "name") == name
+            if str(event.get("reason")).startswith("FailedCreate") and get(event, "involvedObject", "name") in makers
             and (seen_at(event) or "~") >= latest  # later pods prove that the refusal is over
         ]  # fmt: skip
         if not events or len(self.pods) >= self.nodes:
@@ -262,9 +265,9 @@ class _Seen:
 def _waiting_in_a_queue(workload: Object) -> str:
     queue = get(workload, "spec", "queueName") or "?"
     for kind in ("Evicted", "Preempted"):
-        if (ended := condition(workload, kind)) is not None:
+        if ended := condition(workload, kind):
             return f"waiting in queue {queue} after {kind.lower()[:-2]}ion: {ended.get('message') or ''}"
-    message = str(condition_of_type(workload, "QuotaReserved").get("message") or "")
+    message = str(condition(workload, "QuotaReserved", None).get("message") or "")
     return f"waiting for quota in queue {queue}" + (f": {' '.join(message.split())}" if message else "")
 
 
@@ -324,7 +327,7 @@ def _unreachable_node(pod: Object, now: float) -> str:
     forever."""
     name, node = get(pod, "metadata", "name"), get(pod, "spec", "nodeName")
     silent = f"the node {node} of {name} does not answer" if node else f"the node of {name} does not answer"
-    ready = condition_of_type(pod, "Ready")
+    ready = condition(pod, "Ready", None)
     if get(pod, "status", "phase") == "Running" and ready and ready.get("status") != "True":
         # A kubelet gives its own reasons. The control plane gives one of these for a dead node, or none and leaves the containers ready.
         reason = ready.get("reason")
@@ -414,10 +417,6 @@ class Failing(Unreachable):
     """An error of the server itself, or of a webhook that it calls, at every attempt."""
 
 
-class Gone(Unreachable):
-    """An error for status 410: the resource version of a page is too old. The client must list again."""
-
-
 def _advice(status: int, reason: str, message: str, path: str) -> str:
     kind = next((kind for kind, (_, plural) in KINDS.items() if f"/{plural}" in path), "")
     if status == 403:
@@ -445,24 +444,3 @@ def _forbidden(message: str) -> str:
     if "being terminated" in why or "is terminating" in why:
         return f"the namespace is being deleted: {message}; use another one, or wait until it is there again"
     return f"not allowed: {message}; ask for the rights in deploy/k8s/base/rbac.yaml of this version"
-
-
-Answer = TypeVar("Answer")
-
-
-def of_each_kind(ask: Callable[[str], Answer]) -> Iterator[Answer]:
-    """Yields the answers for the kinds that are installed and that the user may use. Raises `ApiError` if no kind answers, and one is
-    refused."""
-    refused: list[ApiError] = []
-    answered = False
-    for kind in KINDS:
-        try:
-            answer = ask(kind)
-            answered = True
-            yield answer
-        except ApiError as error:
-            if error.status not in (403, 404):
-                raise
-            refused += [error] if error.status == 403 else []
-    if refused and not answered:
-        raise refused[0]

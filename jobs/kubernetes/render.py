@@ -85,14 +85,9 @@ def of_kind(spec: JobSpec, kind: str) -> JobSpec:
     """Returns the spec with this kind in place of `auto`. The hash stays that of the original spec."""
     if spec.k8s.kind != "auto":
         return spec
-    return of_hash(spec.model_copy(update={"k8s": spec.k8s.model_copy(update={"kind": kind})}), spec.hash())
-
-
-def of_hash(spec: JobSpec, value: str) -> JobSpec:
-    """Returns the spec with the hash that a job has already, in place of the spec's own."""
-    spec = spec.model_copy()
-    spec.__dict__["_hash"] = value
-    return spec
+    own = spec.model_copy(update={"k8s": spec.k8s.model_copy(update={"kind": kind})})
+    own.__dict__["_hash"] = spec.hash()
+    return own
 
 
 def manifests(spec: JobSpec, submission: str = RENDERED) -> list[Manifest]:
@@ -353,7 +348,7 @@ def _literal(text: str) -> str:
 
 def network_policy(spec: JobSpec, submission: str = RENDERED) -> Manifest:
     """Returns the policy: only the job's own pods reach its ports, which authenticate no client; Prometheus reaches the metrics ports."""
-    own = {"matchLabels": {JOB: spec.name, HASH: spec.hash()}}
+    own = {"matchLabels": {JOB: spec.name}}
     ports = [{"port": spec.metrics_port, "endPort": spec.metrics_port + spec.ranks - 1, "protocol": "TCP"}]
     prometheus = {"matchLabels": {"kubernetes.io/metadata.name": spec.k8s.prometheus_namespace}}
     return {
@@ -361,7 +356,7 @@ def network_policy(spec: JobSpec, submission: str = RENDERED) -> Manifest:
         "kind": "NetworkPolicy",
         "metadata": without_none(
             {
-                "name": f"{spec.name}-{spec.hash() if submission == RENDERED else submission}",
+                "name": f"{spec.name}-{submission}",
                 "namespace": spec.k8s.namespace,
                 "labels": labels(spec),
             }

@@ -81,11 +81,11 @@ class SlurmBackend(Cluster):
 
     @classmethod
     def doctor(cls, spec: JobSpec | None, **place: str | None) -> Checks:  # noqa: ARG003 - this machine is one of it
-        """Returns the checks of the controller and of the configuration, and for a job sbatch's own answer."""
+        """Returns the checks of the controller and of preemption, and for a job sbatch's own answer."""
         cluster = doctor.cluster()
         if cluster.result == "missing":
             return [cluster]
-        checks = [cluster, *doctor.rows(spec)]
+        checks = [cluster, doctor.preemption()]
         if spec is not None:
             try:
                 checks.append(submission.preflight(spec.name, cls.manifests(spec)[0]["script"]))
@@ -101,9 +101,8 @@ class SlurmBackend(Cluster):
         return Submission(spec, runs, manifests, RULES.apply(spec, manifests))
 
     def preflight(self, job: Submission) -> Checks:
-        """Returns the checks of the configuration, and sbatch's own answer."""
-        start = submission.preflight(job.spec.name, job.manifests[0]["script"])
-        return [*doctor.rows(job.spec), start]
+        """Returns the check of preemption, and sbatch's own answer."""
+        return [doctor.preemption(), submission.preflight(job.spec.name, job.manifests[0]["script"])]
 
     def create(self, job: Submission, old: JobRecord | None) -> SubmitResult:
         """Runs sbatch once, for a job or an array. The folder of `old` is removed when SLURM has the new job."""

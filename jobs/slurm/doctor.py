@@ -1,16 +1,13 @@
-"""The rows of `doctor`: what SLURM's configuration does to a job without a word. sbatch itself tells about everything else."""
+"""The rows of `doctor` about the cluster. sbatch itself says why a job would not start."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from functools import partial
 
 from lockstep.training.contract import UserError
 
-from ..spec.model import JobSpec
 from ..status import Check
-from .observe import NO_ACCOUNTING, one_line, output, run_slurm, unreachable
+from .observe import one_line, output, run_slurm
 
 
 def cluster() -> Check:
@@ -27,52 +24,14 @@ def cluster() -> Check:
     return Check("cluster", "ok", f"{version}, {answer}")
 
 
-def rows(spec: JobSpec | None) -> list[Check]:
-    """Returns the checks of the configuration, for `doctor` and for `submit --dry-run`."""
-    return [*_guarded("accounting", _accounting), *_guarded("preemption", partial(_preemption, spec))]
-
-
-def _guarded(name: str, question: Callable[[], Iterator[Check]]) -> list[Check]:
-    checks: list[Check] = []
+def preemption() -> Check:
+    """Returns a row that says how a preempted job ends."""
     try:
-        checks.extend(question())
+        config = output("scontrol", "show", "config")
     except UserError as error:
-        checks.append(Check(name, "cannot tell", one_line(str(error))))
-    return checks
-
-
-def _accounting() -> Iterator[Check]:
-    done = run_slurm("sacct", "-X", "-n", "-S", "now")
-    if done.returncode == 0:
-        yield Check("accounting", "ok", "sacct answers")
-    elif not NO_ACCOUNTING.search(done.stderr):
-        raise unreachable(done)
-    else:
-        age = _setting(output("scontrol", "show", "config"), "MinJobAge") or "?"
-        detail = f"there is none: jobs that ended are known for {age}, then from their own files only"
-        yield Check("accounting", "warning", detail)
-
-
-def _preemption(spec: JobSpec | None) -> Iterator[Check]:
-    config = output("scontrol", "show", "config")
-    mode = _setting(config, "PreemptMode")
-    if mode == "OFF" or _setting(config, "PreemptType") in ("preempt/none", "(null)"):
-        yield Check("preemption", "ok", "off: no job is preempted")
-    elif "preempt_send_user_signal" in _setting(config, "SlurmctldParameters"):
-        yield Check("preemption", "ok", f"{mode}, the job gets a signal before (preempt_send_user_signal)")
-    else:
-        detail = f"{mode}, without SlurmctldParameters=preempt_send_user_signal: the job gets SIGTERM only"
-        yield Check("preemption", "warning", f"{detail}, and GraceTime must be long enough to save")
-    allowed = re.match(r"\d+", _setting(config, "KillWait"))
-    if allowed and int(allowed[0]) < 10:
-        yield Check(
-            "kill wait", "warning", f"KillWait {allowed[0]} s is short: a job that has not saved by then is killed"
-        )
-    if "CANCEL" in mode and (spec is None or spec.max_restarts):
-        yield Check("requeue", "warning", "PreemptMode=CANCEL ends preempted jobs: submit again to resume")
-
-
-def _setting(config: str, name: str) -> str:
-    """Returns a setting of SLURM's configuration; "" if it is missing."""
-    match = re.search(rf"^{name}\s*=\s*(.*)$", config, re.M)
-    return match[1].strip() if match else ""
+        return Check("preemption", "cannot tell", one_line(str(error)))
+    match = re.search(r"^PreemptMode\s*=\s*(\S+)", config, re.M)
+    mode = match[1] if match else "OFF"
+    if "CANCEL" in mode:
+        return Check("preemption", "warning", f"{mode}: a preempted job ends, submit it again to resume")
+    return Check("preemption", "ok", mode)

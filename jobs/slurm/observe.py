@@ -71,16 +71,9 @@ def run_slurm(*command: str, seconds: float = SECONDS, **options: Any) -> Output
             command, capture_output=True, text=True, errors="replace", timeout=seconds, check=False, **given
         )
     except OSError as error:
-        if error.filename is not None and error.filename != command[0]:  # `cwd`
-            raise UserError(
-                f"cannot run {command[0]} in {error.filename}: {error.strerror}: change to a folder that exists"
-            ) from None
-        if isinstance(error, FileNotFoundError):
-            raise UserError(
-                f"{command[0]} is not installed here: submit from a node of a SLURM cluster, see `lockstep doctor slurm`, "
-                "or set slurm.host"
-            ) from None
-        raise UserError(f"cannot run {command[0]}: {error.strerror}") from None
+        raise UserError(
+            f"cannot run {command[0]} ({error.filename}: {error.strerror}): submit from a node of a SLURM cluster, or set slurm.host"
+        ) from None
     except subprocess.TimeoutExpired:
         raise Unreachable(f"{command[0]} did not answer for {seconds:g} s") from None
 

@@ -47,19 +47,13 @@ HOST_VARIABLE = "LOCKSTEP_SLURM_HOST"
 FOLDER_VARIABLE = "LOCKSTEP_SLURM_HERE"
 """Variable with the folder of relative paths, if that is not the current folder. For a job that came over ssh, it is the home folder."""
 RESERVED_OPTIONS = {
-    "signal": "grace_seconds", "requeue": "max_restarts", "open-mode": "(it stays append)", "array": "--sweep",
-    "output": "(lockstep reads the logs)", "error": "(lockstep reads the logs)", "comment": "(it identifies the job)",
-    "job-name": "name", "nodes": "nodes", "ntasks": "ranks_per_node", "ntasks-per-node": "ranks_per_node",
-    "time": "time_limit", "signal-delay-s": "grace_seconds", "use-srun": "(every rank is a task)",
-    "stderr-to-stdout": "(lockstep reads the logs)", "export": "env", "kill-on-invalid-dep": "(it stays yes)",
-    "setup": "slurm.setup", "teardown": "(lockstep needs the exit code)", "srun-args": "(lockstep needs its own)",
-    "additional-parameters": "slurm.patch itself", "cpus-per-task": "cpus", "gpus-per-node": "gpus",
-    "tasks-per-node": "ranks_per_node", "mem": "memory", "timeout-min": "time_limit", "no-requeue": "max_restarts",
-    **dict.fromkeys(("num-gpus", "gpus", "gpus-per-task", "gpus-per-socket"), "gpus"), "cpus-per-gpu": "cpus",
-    **dict.fromkeys(("mem-per-cpu", "mem-per-gpu"), "memory"), "test-only": "submit --dry-run",
-    **dict.fromkeys(("help", "parsable", "quiet", "usage", "version", "wait", "wrap"), "(lockstep reads what sbatch answers)"),
+    "signal", "requeue", "no-requeue", "open-mode", "array", "output", "error", "comment", "job-name", "nodes", "ntasks",
+    "ntasks-per-node", "tasks-per-node", "time", "timeout-min", "signal-delay-s", "use-srun", "stderr-to-stdout", "export",
+    "kill-on-invalid-dep", "setup", "teardown", "srun-args", "additional-parameters", "cpus-per-task", "cpus-per-gpu", "num-gpus",
+    "gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket", "mem", "mem-per-cpu", "mem-per-gpu", "test-only", "help", "parsable",
+    "quiet", "usage", "version", "wait", "wrap",
 }  # fmt: skip
-"""Options that `slurm.patch` may not set → the setting to use instead."""
+"""Options that `slurm.patch` may not set: Lockstep sets them from the job's settings, or reads what they change."""
 NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # noqa: S108 - places that a job should not use
 RUN_SECONDS = 60
 
@@ -287,7 +281,7 @@ def _patch(patch: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     for name, value in patch.items():
         option = name.replace("_", "-")
         if option in RESERVED_OPTIONS:
-            raise UserError(f"slurm.patch may not set {name}: use {RESERVED_OPTIONS[option]}")
+            raise UserError(f"slurm.patch may not set {name}, which Lockstep sets itself: use the job's settings")
         if not re.fullmatch(r"[a-z][a-z-]{1,40}", option):
             raise UserError(f"slurm.patch: {name!r} is not an option of sbatch{settings.nearest(name, known)}")
         if not isinstance(value, (str, int)) or not VALUE.fullmatch(str(value)):

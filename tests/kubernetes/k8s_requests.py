@@ -35,7 +35,7 @@ def check(
     custom, accept = match["plural"] in k8s_schema.CUSTOM, headers.get("Accept", "*/*")
     if match["sub"] not in (None, "log"):
         raise NotEmulated(f"{command} of {match['sub'] or 'an object'}")
-    if "as=Table" in accept or "watch" in query or not ("json" in accept or "*/*" in accept):
+    if "as=" in accept or "watch" in query or not ("json" in accept or "*/*" in accept):
         raise NotEmulated(f"a watch, or Accept: {accept}")
     kind = headers.get("Content-Type", "")
     if command == "PATCH" and kind != "application/merge-patch+json":

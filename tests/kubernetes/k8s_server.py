@@ -1,4 +1,4 @@
-"""An emulated Kubernetes API server over real sockets: selectors, pages, logs and faults of a `Cluster`.
+"""An emulated Kubernetes API server over real sockets: selectors, logs and faults of a `Cluster`.
 
 Not a mock: the official client talks HTTP to it. How it says no is recorded (`recordings/failures.jsonl`).
 """
@@ -111,17 +111,16 @@ class _Handler(BaseHTTPRequestHandler):
         return match["namespace"] == self.cluster.home and (self._verb(match), plural) in role
 
     def _get(self, match: re.Match[str]) -> None:
-        accepted = self.headers.get("Accept", "")
         if match["sub"]:
             self._log()
-        elif self.plural in ("secrets", "configmaps") and "PartialObjectMetadata" not in accepted:
+        elif self.plural in ("secrets", "configmaps"):
             self._fail(500, "Test", f"the content of {self.plural} was asked for")
         elif self.name:
             found = self._there()
             if found is not None:
                 self._answer(200, found)
         else:
-            self._list(match["group"], "as=PartialObjectMetadataList" in accepted)
+            self._list(match["group"])
 
     def _there(self) -> dict[str, Any] | None:
         """The object that is asked for; the 404 where there is none."""
@@ -130,30 +129,16 @@ class _Handler(BaseHTTPRequestHandler):
             self._fail(404, "NotFound", f'{self.plural} "{self.name}" not found')
         return found
 
-    def _list(self, version: str, metadata_alone: bool) -> None:
-        cluster = self.cluster
-        start, _, of = self.query.get("continue", f"0:{cluster.version}").partition(":")
+    def _list(self, version: str) -> None:
+        cluster, custom = self.cluster, self.plural in k8s_schema.CUSTOM
         items = [item for item in cluster.all(self.plural, self.namespace) if matches(item, self.query)]
-        head, custom = {"kind": f"{KINDS[self.plural]}List", "apiVersion": version}, self.plural in k8s_schema.CUSTOM
-        if metadata_alone:
-            head = {"kind": "PartialObjectMetadataList", "apiVersion": "meta.k8s.io/v1"}
-            one = {"kind": "PartialObjectMetadata", "apiVersion": "meta.k8s.io/v1"}
-            items = [{**one, "metadata": item["metadata"]} for item in items]
-        elif custom:
+        if custom:
             items = [{"apiVersion": version, "kind": KINDS[self.plural], **item} for item in items]
         else:  # the list says it for all of them
             items = [{key: value for key, value in item.items() if key not in ("kind", "apiVersion")} for item in items]
-        end = int(start) + (int(self.query.get("limit", 0)) or len(items))
-        more = (
-            {"continue": f"{end}:{of}"}
-            if end < len(items)
-            else {"continue": ""}
-            if custom and not metadata_alone
-            else {}
-        )
-        # A list of metadata that is empty is none at all: the server's language has no other word for it.
-        page = items[int(start) : end] or (None if metadata_alone else [])
-        self._answer(200, {**head, "metadata": {"resourceVersion": str(cluster.version), **more}, "items": page})
+        head = {"kind": f"{KINDS[self.plural]}List", "apiVersion": version}
+        about = {"resourceVersion": str(cluster.version), **({"continue": ""} if custom else {})}
+        self._answer(200, {**head, "metadata": about, "items": items})
 
     def _log(self) -> None:
         cluster, name, follow = self.cluster, self.name, self.query.get("follow") == "true"

@@ -37,7 +37,7 @@ def job(store: int, folder: Path, name: str, **more: Any) -> JobSpec:
     plain["env"]["LOCKSTEP_METRICS_PORT"] = "0"
     plain["overrides"] |= {
         "checkpoint.to": f"s3://bucket/runs/{name}", "checkpoint.every_steps": 4, "epochs": 2, "evaluate.every": 2, "threads": 1,
-        "data.root": str(folder / f"data-{name}"), "model": "tests.kubernetes.k8s_nets:PacedNormed", "model_options": {},
+        "data.root": str(folder / f"data-{name}"), "model": "tests.nets:PacedNormed", "model_options": {},
     }  # fmt: skip
     own = {"name": name, "image": "localhost:5000/local:1", "nodes": 2, "run_dir": f"/runs/{name}", "k8s": {}}
     return JobSpec.of({**plain, **own, **more})

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.promise("k8s-runs")
 def smoke(tmp_path: Path, name: str, **more: Any) -> JobSpec:
     overrides = {
         "epochs": 3, "threads": 1, "data.root": str(tmp_path / "data"), "evaluate.every": 3, "checkpoint.every_steps": 4,
-        "model": "tests.kubernetes.k8s_nets:PacedNormed", "model_options": {}, "checkpoint.keep": 50,
+        "model": "tests.nets:PacedNormed", "model_options": {}, "checkpoint.keep": 50,
         **more.pop("overrides", {}),
     }  # fmt: skip
     env = {

@@ -56,7 +56,6 @@ FAILURES: dict[str, tuple[str, type[UserError], str]] = {
         'Error from server (Forbidden): pods "long-worker-0" is forbidden: cannot create resource "pods/exec"',
         UserError, "deploy/k8s/components/debug",
     ),
-    "the node": ("error: error dialing backend: no route to host", Unreachable, "the node of long-worker-0"),
     "lost": ("error: error reading from error stream: websocket: close 1006: unexpected EOF", Unreachable, "was lost"),
 }  # fmt: skip
 
@@ -69,13 +68,14 @@ def test_a_failure_of_kubectl_is_no_exit_code(backend: Any, pods: Cluster, tmp_p
         beside(Bench(backend, tmp_path), "long", "true")
     assert type(caught.value) is kind and "\n" not in str(caught.value)
     assert (tmp_path / "beside-out").read_bytes() == b"before\n", "what came before is there"
+    assert said in (tmp_path / "beside-err").read_text(), "kubectl's own words"
 
 
 def test_what_cannot_be_run_is_refused(
     backend: Any, pods: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (pods.kubectl.folder / "long-worker-0.json").unlink()
-    with pytest.raises(UserError, match=r"cannot run a command in long-worker-0: .*container not running"):
+    with pytest.raises(UserError, match="cannot run a command in long-worker-0"):
         beside(Bench(backend, tmp_path), "long", "true")  # it has ended since the pod was looked at
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="kubectl is not on PATH"):

@@ -32,21 +32,16 @@ GPU: dict[str, Any] = {
     "volumes": [{"claim": "runs", "path": "/runs"}, {"claim": "data", "path": "/data", "read_only": True}],
     "k8s": {"namespace": "team", "priority_class": "high", "image_pull_secrets": ["pull"]},
 }  # fmt: skip
+CODE = {"hash": "c0de" * 16, "packed": 2_000_000}
 SPECS: dict[str, dict[str, Any]] = {
-    "gpu": GPU,
+    "gpu": {
+        **GPU, "code": CODE,
+        "k8s": {**GPU["k8s"], "queue": "gpu-queue", "rdma": {"vpc.amazonaws.com/efa": 4}, "hugepages": "5120Mi"},
+    },
     "cpu": {"name": "small", "recipe": "smoke", "image": "localhost:5000/lockstep:1", "ranks_per_node": 2, "run_dir": "/tmp/run"},
-    "kueue": {**GPU, "name": "queued", "k8s": {**GPU["k8s"], "queue": "gpu-queue"}},
-    "efa": {
-        **GPU, "name": "efa", "k8s": {**GPU["k8s"], "rdma": {"vpc.amazonaws.com/efa": 4}, "hugepages": "5120Mi"},
-    },
     "trainjob": {
-        **GPU, "name": "second",
+        **GPU, "name": "second", "code": CODE,
         "k8s": {"namespace": "team", "image_pull_secrets": ["pull"], "kind": "TrainJob", "runtime": "lockstep"},
-    },
-    "code": {**GPU, "name": "own", "code": {"hash": "c0de" * 16, "packed": 2_000_000}},
-    "trainjob-code": {
-        **GPU, "name": "second", "code": {"hash": "c0de" * 16, "packed": 1},
-        "k8s": {"namespace": "team", "kind": "TrainJob", "runtime": "lockstep"},
     },
 }  # fmt: skip
 

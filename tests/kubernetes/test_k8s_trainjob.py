@@ -92,14 +92,13 @@ def test_pods_that_are_refused_are_reported(backend: Any, cluster: Cluster) -> N
     """The event is on the batch Job that makes the pods. `status` finds it there, and gives the reason."""
     backend.submit(SPEC)
     pod(cluster, 0)
-    template = {"metadata": {"labels": {"lockstep/job": "second"}}}
-    made = cluster.put("jobs", {"metadata": {"name": "second-node-0"}, "spec": {"template": template}})
-    about = {"kind": "Job", "name": "second-node-0", "uid": made["metadata"]["uid"]}
+    about = {"kind": "Job", "name": "second-node-0", "uid": "1"}
     event = {"reason": "FailedCreate", "type": "Warning", "message": "Error creating: pods are forbidden: quota"}
-    cluster.put("events", {"metadata": {"name": "e"}, **event, "involvedObject": about})
+    event = {"metadata": {"name": "e"}, **event, "involvedObject": about}
+    cluster.put("events", event)
     assert "the others are refused: pods are forbidden: quota" in backend.status("second").reason
-    cluster.put("jobs", {**made, "spec": {}})
-    assert "starting" in backend.status("second").reason, "a Job of somebody else that has the name"
+    cluster.put("events", {**event, "lastTimestamp": "2025-12-31T00:00:00Z"})
+    assert "starting" in backend.status("second").reason, "an event of an earlier job with the name"
 
 
 OLD = Fault("POST", "trainjobs.*dryRun", 400, 'strict decoding error: unknown field "terminationGracePeriodSeconds"')
@@ -161,14 +160,6 @@ def test_what_refuses_a_trainjob_makes_it_a_pytorchjob_decided_once(
     assert capsys.readouterr().err.count("although") == 1
     cluster.requests.clear()
     assert backend.drift(runs[0]) == [] and {method for method, *_ in cluster.requests} == {"GET"}
-
-
-def test_doctor_judges_the_job_that_submit_would_send(backend: Any, cluster: Cluster, tmp_path: Path) -> None:
-    del backend
-    cluster.unknown.add("pytorchjobs")
-    (tmp_path / "job.yaml").write_text(f"name: {'a' * 50}\nrecipe: smoke\nimage: localhost:5000/a:1\n")
-    done = lockstep(tmp_path, "doctor", "k8s", "job.yaml", "--json")
-    assert ("LS001", "missing") in {(row["name"], row["result"]) for row in json.loads(done.stdout)}, done
 
 
 def test_a_cluster_without_either_kind_and_none_at_all(backend: Any, cluster: Cluster, tmp_path: Path) -> None:

@@ -44,14 +44,6 @@ def test_a_command_is_on_the_ranks_node_of_that_part_of_the_array(bench: Bench) 
     assert done.returncode == 2 and "later does not run" in done.stderr, done
 
 
-def test_no_command_comes_into_a_container(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in(bench, monkeypatch, ":")
-    bench.backend.submit(bench.command("boxed", WAITS, slurm=IN_APPTAINER))
-    begun(bench, "boxed")
-    done = lockstep("exec", "slurm", "boxed", "--", "true")
-    assert done.returncode == 2 and "boxed runs in containers (apptainer)" in done.stderr, done
-
-
 IN_APPTAINER = {"container": "apptainer", "image": "/images/none.sif", "python": PYTHON}
 
 

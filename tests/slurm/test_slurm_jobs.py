@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import time
-from typing import Any
 
 import pytest
 
 from tests import product
 from tests.events import events
 from tests.processes import PYTHON, ROOT, poll
-from tests.product import JobSpec, UserError
-from tests.slurm.conftest import Bench, accounted, lockstep
+from tests.product import UserError
+from tests.slurm.conftest import Bench, lockstep
 from tests.slurm.trainings import Training, training
 
 LONG = "import time; print('begun', flush=True); time.sleep(600)"
@@ -135,45 +133,3 @@ def test_a_rank_that_hangs_is_named_though_each_task_sees_its_own_rank_alone(ben
         bench.backend.logs("hung")
     )
     assert not (run / "hang.jsonl").exists() and events(run, "hang")
-
-
-@accounted
-@pytest.mark.promise("slurm-truth")
-def test_slurm_has_forgotten_the_job(bench: Bench) -> None:
-    """What was seen, then what the tasks noted, then the accounting tells how it ended."""
-    bench.backend.submit(bench.command("old", "print('done')", ranks_per_node=1))
-    bench.backend.submit(bench.command("bad", "raise SystemExit(3)", ranks_per_node=1))
-    assert (bench.wait("old").state, bench.wait("bad").state) == ("succeeded", "failed")
-    bench.cluster.forgets(*(bench.job_id(name) for name in ("old", "bad")))
-
-    def states() -> tuple[str, str]:
-        return bench.backend.status("old").state, bench.backend.status("bad").state
-
-    assert states() == ("succeeded", "failed"), "as it was seen at the end"
-    folders = [bench.note(name) for name in ("old", "bad")]
-    for folder in folders:
-        (folder / "ended.json").unlink()
-    assert states() == ("succeeded", "failed"), "from what the tasks noted"
-    for folder in folders:
-        for file in (*folder.glob("submitit/*_end.json"), folder / "ended.json"):
-            file.unlink()
-    found = bench.backend.status("bad")
-    assert (found.state, found.reason, found.exit_code) == ("failed", "exit code 3", 3)
-    found = bench.backend.status("old")
-    assert found.state == "running" and "results of rank 0" in found.reason, found
-
-
-def doctor(bench: Bench, spec: JobSpec) -> tuple[int, dict[str, dict[str, Any]]]:
-    """Its exit code and its findings by name."""
-    done = lockstep("doctor", "slurm", str(bench.file(spec)), "--json")
-    return done.returncode, {item["name"]: item for item in json.loads(done.stdout)}
-
-
-@accounted
-def test_doctor(bench: Bench) -> None:
-    spec = training(bench, "ask", gpus=2, slurm={"account": "root"})
-    code, found = doctor(bench, spec)
-    assert code == 0 and {found[name]["result"] for name in ("preemption", "accounting", "start")} == {"ok"}, found
-    assert "REQUEUE" in found["preemption"]["detail"] and "to start at" in found["start"]["detail"], found
-    code, found = doctor(bench, JobSpec.of({**spec.plain(), "gpus": 8, "ranks_per_node": 2}))
-    assert code == 1 and "configuration is not available" in found["start"]["detail"], found

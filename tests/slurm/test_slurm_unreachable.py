@@ -132,14 +132,6 @@ def test_a_dry_run_that_hears_no_answer_has_submitted_nothing(site: Site) -> Non
     assert "submit again" not in done.stderr and not site.kept.exists(), done
 
 
-def test_a_working_folder_that_is_gone_is_named(site: Site) -> None:
-    """sbatch is installed. The folder in which it is to start is not there."""
-    site.env["LOCKSTEP_SLURM_HERE"] = str(site.folder / "gone")
-    done = site.run("submit", "slurm", site.file)
-    assert done.returncode == 2 and f"cannot run sbatch in {site.folder / 'gone'}: " in done.stderr, done
-    assert "not installed" not in done.stderr and not site.kept.exists(), done
-
-
 def started(site: Site, *words: str) -> subprocess.Popen[bytes]:
     command = [PYTHON, "-c", PROGRAM, *words]
     return subprocess.Popen(command, env={**os.environ, **site.env}, stderr=subprocess.DEVNULL)
@@ -204,55 +196,31 @@ def test_a_submission_without_a_number_hides_no_other_job_from_a_list(site: Site
 
 DOCTOR = {
     "sinfo": 'echo "slurm 22.05"',
-    "scontrol": 'case "$*" in ping) echo "Slurmctld(primary) at host is UP";; *) printf "%s\\n" "PreemptMode = CANCEL" '
-    '"PreemptType = preempt/qos" "KillWait = 5 sec";; esac',
-    "sacct": "true",
+    "scontrol": 'case "$*" in ping) echo "Slurmctld(primary) at host is UP";; *) echo "PreemptMode = GANG,CANCEL";; esac',
     "sbatch": "echo 'sbatch: Job 8 to start at 2020-01-01T00:00:00 using 1 processors' >&2",
-}  # fmt: skip
-SILENT = {"preemption", "kill wait", "requeue"}
-"""Rows of what the configuration above does to a job without a word."""
-
-
-def test_a_configuration_that_loses_work_without_a_word_is_warned_of(site: Site) -> None:
-    for name, answer in DOCTOR.items():
-        (site.folder / "bin" / name).write_text(f"#!/bin/sh\n{answer}\n")
-    done = site.run("submit", "slurm", site.file, "--dry-run", "--json")
-    found = json.loads(done.stdout)
-    assert (done.returncode, found["would"]) == (0, "start"), done
-    assert {row["name"] for row in found["checks"] if row["result"] == "warning"} == SILENT, done
-
-
+}
 FAILS = 'echo "error: Unable to contact slurm controller (connect failure)" >&2; exit 1'
+REFUSES = "case $* in *only) echo 'sbatch: error: no such account' >&2; exit 1;; esac"
+ROWS: dict[str, tuple[dict[str, str], tuple[str, str], tuple[str, str]]] = {
+    "all answer": ({}, ("warning", "CANCEL: a preempted job ends"), ("ok", "to start at")),
+    "scontrol": ({"scontrol": FAILS}, ("cannot tell", "Unable to contact"), ("ok", "to start at")),
+    "sbatch": ({"sbatch": FAILS}, ("warning", ""), ("cannot tell", "Unable to contact")),
+    "sbatch refuses": ({"sbatch": REFUSES}, ("warning", ""), ("missing", "SLURM refuses mine: no such account")),
+}
+"""Programs that answer otherwise after their first answer → the rows `preemption` and `start`."""
 
 
-@pytest.mark.parametrize(
-    ("command", "checks"),
-    [
-        ("", []), ("scontrol", ["preemption"]), ("sacct", ["accounting"]), ("sbatch", ["start"]),
-    ],
-)  # fmt: skip
-def test_what_doctor_could_not_ask_it_cannot_tell(site: Site, command: str, checks: list[str]) -> None:
-    """`scontrol` and `sbatch` answer the first question."""
+@pytest.mark.parametrize("case", ROWS)
+def test_doctor_says_how_preemption_ends_a_job_and_when_sbatch_would_start_it(site: Site, case: str) -> None:
+    others, *rows = ROWS[case]
     for name, answer in DOCTOR.items():
-        first = {"scontrol": "ping", "sbatch": "--version"}.get(name)
-        if name == command:
-            answer = f'case "$*" in {first}) {answer};; *) {FAILS};; esac' if first else FAILS
-        (site.folder / "bin" / name).write_text(f"#!/bin/sh\n{answer}\n")
-    found = {check["name"]: check for check in json.loads(site.run("doctor", "slurm", site.file, "--json").stdout)}
-    for check in ("accounting", "preemption", "start"):
-        assert (found[check]["result"] == "cannot tell") == (check in checks), found
-        assert check not in checks or "Unable to contact" in found[check]["detail"], found
-
-
-def test_doctor_has_sbatchs_own_words_about_a_job(site: Site) -> None:
-    for name, answer in {
-        **DOCTOR,
-        "sbatch": "case $* in *only) echo 'sbatch: error: no such account' >&2; exit 1;; esac",
-    }.items():
-        (site.folder / "bin" / name).write_text(f"#!/bin/sh\n{answer}\n")
+        first = {"scontrol": "ping", "sbatch": "--version"}.get(name, "none")
+        text = f'case "$*" in {first}) {answer};; *) {others.get(name, answer)};; esac'
+        (site.folder / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
     done = site.run("doctor", "slurm", site.file, "--json")
-    last = json.loads(done.stdout)[-1]
-    assert done.returncode == 1 and last == {
-        "name": "start", "result": "missing", "detail": "SLURM refuses mine: no such account",
-    }, done  # fmt: skip
-    assert not site.kept.exists(), "nothing was submitted"
+    found = {row["name"]: row for row in json.loads(done.stdout)}
+    for name, (result, detail) in zip(("preemption", "start"), rows):
+        assert found[name]["result"] == result and detail in found[name]["detail"], found
+    assert done.returncode == int(case == "sbatch refuses") and not site.kept.exists(), done
+    done = site.run("submit", "slurm", site.file, "--dry-run", "--json")
+    assert done.returncode == {"sbatch": 69, "sbatch refuses": 2}.get(case, 0), done

@@ -127,6 +127,14 @@ def test_a_job_of_another_version_has_a_status(job: Site) -> None:
     assert done.returncode == 2 and "unknown setting 'new_setting'" in done.stderr, done
 
 
+@pytest.mark.promise("exec")
+def test_no_command_comes_into_a_container(job: Site) -> None:
+    job.record(spec={**job.spec.record(), "slurm": {"container": "apptainer", "image": "/images/a.sif"}})
+    assert shown(job, "RUNNING")["state"] == "running"
+    done = job.run("exec", "slurm", "mine", "--", "true")
+    assert done.returncode == 2 and "mine runs in containers (apptainer)" in done.stderr, done
+
+
 def test_completed_is_not_believed_without_results(job: Site) -> None:
     for rank in (0, 1):
         job.noted(rank, 0)

@@ -6,8 +6,10 @@
 #SBATCH --begin=now+1hour
 #SBATCH --comment=lockstep:7295755de4685b88
 #SBATCH --cpus-per-task=8
+#SBATCH --dependency=afterok:4711
 #SBATCH --gres=gpu:a100:4
 #SBATCH --job-name=big
+#SBATCH --kill-on-invalid-dep=yes
 #SBATCH --mail-user=a@example.org
 #SBATCH --mem=65536M
 #SBATCH --nodes=2

@@ -1,17 +1,19 @@
-"""With submitit alone, a function with a Session is preempted on a real SLURM, and resumed."""
+"""On a SLURM with accounting: what only the accounting knows, and a function that submitit alone submits, preempts and resumes."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
+from typing import Any
 
 import pytest
 
 from tests.events import events
 from tests.processes import PYTHON, poll, run, started
-from tests.slurm.conftest import Bench, accounted
-
-pytestmark = pytest.mark.promise("submitit")
+from tests.product import JobSpec
+from tests.slurm.conftest import Bench, accounted, lockstep
+from tests.slurm.trainings import training
 
 FUNCTION = """
 import os, sys, time
@@ -53,6 +55,7 @@ def requeued(bench: Bench, job_id: str) -> None:
 
 
 @accounted
+@pytest.mark.promise("submitit")
 def test_a_function_with_a_session_is_requeued_by_submitit_when_all_ranks_have_saved(bench: Bench) -> None:
     """It ends as where submitit's local tasks are the ranks of one world."""
     program = bench.folder / "driver.py"
@@ -76,3 +79,45 @@ def test_a_function_with_a_session_is_requeued_by_submitit_when_all_ranks_have_s
         said, _ = process.communicate(timeout=240)
     assert process.returncode == 0 and said.splitlines()[-1] == result, said
     assert len(events(folder / "run", "resumed")) == 1
+
+
+@accounted
+@pytest.mark.promise("slurm-truth")
+def test_slurm_has_forgotten_the_job(bench: Bench) -> None:
+    """What was seen, then what the tasks noted, then the accounting tells how it ended."""
+    bench.backend.submit(bench.command("old", "print('done')", ranks_per_node=1))
+    bench.backend.submit(bench.command("bad", "raise SystemExit(3)", ranks_per_node=1))
+    assert (bench.wait("old").state, bench.wait("bad").state) == ("succeeded", "failed")
+    bench.cluster.forgets(*(bench.job_id(name) for name in ("old", "bad")))
+
+    def states() -> tuple[str, str]:
+        return bench.backend.status("old").state, bench.backend.status("bad").state
+
+    assert states() == ("succeeded", "failed"), "as it was seen at the end"
+    folders = [bench.note(name) for name in ("old", "bad")]
+    for folder in folders:
+        (folder / "ended.json").unlink()
+    assert states() == ("succeeded", "failed"), "from what the tasks noted"
+    for folder in folders:
+        for file in (*folder.glob("submitit/*_end.json"), folder / "ended.json"):
+            file.unlink()
+    found = bench.backend.status("bad")
+    assert (found.state, found.reason, found.exit_code) == ("failed", "exit code 3", 3)
+    found = bench.backend.status("old")
+    assert found.state == "running" and "results of rank 0" in found.reason, found
+
+
+def doctor(bench: Bench, spec: JobSpec) -> tuple[int, dict[str, dict[str, Any]]]:
+    """Its exit code and its findings by name."""
+    done = lockstep("doctor", "slurm", str(bench.file(spec)), "--json")
+    return done.returncode, {item["name"]: item for item in json.loads(done.stdout)}
+
+
+@accounted
+def test_doctor(bench: Bench) -> None:
+    spec = training(bench, "ask", gpus=2, slurm={"account": "root"})
+    code, found = doctor(bench, spec)
+    assert code == 0 and {found[name]["result"] for name in ("preemption", "start")} == {"ok"}, found
+    assert "REQUEUE" in found["preemption"]["detail"] and "to start at" in found["start"]["detail"], found
+    code, found = doctor(bench, JobSpec.of({**spec.plain(), "gpus": 8, "ranks_per_node": 2}))
+    assert code == 1 and "configuration is not available" in found["start"]["detail"], found
