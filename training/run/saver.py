@@ -52,8 +52,6 @@ class Interval:
         self.failures = failures
         self._costs: deque[float] = deque(maxlen=_LAST)
         self._writes: deque[float] = deque(maxlen=_LAST)
-        self.reported = False
-        """Whether the run has reported the interval."""
 
     def stalled(self, seconds: float) -> None:
         """Records how many seconds a save has stopped the training."""
@@ -62,11 +60,6 @@ class Interval:
     def written(self, seconds: float) -> None:
         """Records how many seconds the writing in the background took."""
         self._writes.append(max(0.0, seconds))
-
-    @property
-    def measured(self) -> bool:
-        """Whether a save has been measured from its beginning to its end."""
-        return bool(self._costs and self._writes)
 
     @property
     def cost(self) -> float:
@@ -387,19 +380,6 @@ class Saver:
         if event == "checkpoint_sent" or self._sender is None:  # where it outlives this node
             self.run.metrics.checkpoint_written(result.seconds)
             self.interval.written(result.seconds)
-            self._tell_interval()
-
-    def _tell_interval(self) -> None:
-        """Reports the interval of `every_seconds: auto`, once, when the first save has been measured."""
-        interval, trained = self.interval, self.run.state.clock.trained
-        if self.settings.every_seconds != "auto" or interval.reported or not interval.measured:
-            return
-        interval.reported = True
-        seconds, mtbf = interval.seconds(trained), interval.mtbf(trained)
-        self.run.event(
-            "checkpoint_interval", seconds=round(seconds, 3), cost_seconds=round(interval.cost, 6), mtbf_seconds=round(mtbf, 1),
-            failures=interval.failures,
-        )  # fmt: skip
 
     def _finish(self) -> None:
         """Commits the files of the attempt's end to the bucket. A bucket that does not answer does not block the end of the process."""
