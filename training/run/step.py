@@ -135,12 +135,8 @@ class Step:
             self._stand_in.enter_context(evaluating(self.replica.model))
 
     def end_batch(self) -> None:
-        """Ends the batch under way. Raises `RuntimeError` if no update has used its gradient: no checkpoint could hold that."""
-        if self.pending:
-            raise RuntimeError(
-                "a batch had a backward() and no update(): a batch is one step. To accumulate, go over run.iterate(loader, "
-                "accumulate=k), or make global_batch_size larger, and cut the batch into micro-batches with run.accumulate()"
-            )
+        """Ends the batch under way. Raises `RuntimeError` if no update has used its gradient."""
+        self._check_pending("batch")
         self._count()
         self.part = None
         self._end_stand_in()
@@ -161,10 +157,14 @@ class Step:
             raise RuntimeError(
                 f"the {what} ends and no step was made: {STEPS}. What makes no step belongs before run.epochs()"
             )
+        self._check_pending(what)
+
+    def _check_pending(self, what: str) -> None:
+        """Raises `RuntimeError` if `what` ends, or begins, with a gradient that no update has used: no checkpoint could hold it."""
         if self.pending:
             raise RuntimeError(
-                f"the {what} ends with gradients that no update() has used, so it is not saved here: call run.update() before "
-                "the loop is left"
+                f"the {what} ends with gradients that no update() has used: call run.update() once for each batch, after its last "
+                "backward(). To accumulate, go over run.iterate(loader, accumulate=k) and run.accumulate(batches)"
             )
 
     def _end_stand_in(self) -> None:
@@ -176,8 +176,7 @@ class Step:
 
     def take(self, compute: Compute, inputs: StepInput) -> None:
         """Takes one step, whose loss is `compute(*inputs.batch)`. Raises as `backward` and `update` do. Collective."""
-        if self.pending:
-            raise RuntimeError("step(function) came after a backward() without update(): call run.update() first")
+        self._check_pending("step before")
         inputs = dataclasses.replace(inputs, compute=compute).of_part(self.part)
         inputs = inputs.in_micro_batches(self.run.config.micro_batch_size, self.replica.sync)
         self._check_use(inputs.part, inputs.samples)
