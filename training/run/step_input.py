@@ -254,22 +254,6 @@ def _pairs(item: Any, again: Any) -> Iterator[tuple[Any, Any]]:
         yield from _pairs(child, other)
 
 
-def samples_of_all(samples: int, known: int | None) -> Callable[[], int]:
-    """Returns a function that returns the samples of all ranks in a step. Unless they are `known`, it waits for a sum over the ranks that
-    begins now. Collective."""
-    if known is not None:
-        return lambda: known
-    total = torch.tensor(samples)
-    summed = dist.all_reduce(total, async_op=True)
-
-    def value() -> int:
-        if summed is not None:
-            summed.wait()
-        return int(total)
-
-    return value
-
-
 def divisor_of_all(divisor: Divisor, part: Part | None, world: World) -> Divisor:
     """Returns the divisor of all ranks. A tensor is this rank's count: its sum over the ranks is a float64 scalar on the device, without a
     wait. A number counts for all ranks already. Collective. Raises `TypeError` for a tensor of more than one element."""
