@@ -314,7 +314,8 @@ class Loop:
         """Returns this rank's contiguous part of a global batch, and gives `step` its number of samples. Collective in the first steps."""
         run = self.run
         if run.world.size > 1 and (run.user_state.steps < FIRST_STEPS or self.attempt.after_save):
-            self._meet("run.part()")
+            run.check_outside()
+            self.attempt.desync.collective("run.part()")
             check_alike_whole(batch, run.world)
         mine, part = self.step.current.part(batch)
         self.step.set_part(part)
@@ -323,11 +324,6 @@ class Loop:
     def go_on(self, call: str) -> None:
         """Checks, before a collective of the script, that no other rank is still in a loop."""
         self.step.current.end_step()  # an evaluation begins, or ends
-        self._meet(call)
-
-    def _meet(self, call: str) -> None:
-        if self.step.logical_workers is not None:
-            self.step.logical_workers.check_outside()
         self.attempt.desync.collective(call)
 
     def boundary(self, call: str = "") -> None:

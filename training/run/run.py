@@ -124,6 +124,8 @@ class Run:
         """The state of this rank's generators at the resume point; None: the run begins."""
         self.places: dict[str, Any] = {}
         """The position of the ranks that have admitted this rank, for `Attempt.be_at`; empty if this rank was not admitted."""
+        self._inside = ""
+        """The call whose function each rank runs for its own samples now; "": none."""
         self.progressed = False
         """Whether this attempt has made a step or ended an epoch."""
         self._untold: deque[tuple[int, Any, Callable[[RunDirectory], None]]] = deque()
@@ -337,6 +339,23 @@ class Run:
         """Returns the seconds of the grace period that are left; infinite if no signal has come."""
         since = self.signals.since if self.signals is not None else None
         return math.inf if since is None else since + self.config.preempt.grace_seconds - time.monotonic()
+
+    @contextlib.contextmanager
+    def calling(self, call: str) -> Iterator[None]:
+        """Surrounds a function of the script that the ranks call a different number of times, for `check_outside`."""
+        self._inside = call
+        try:
+            yield
+        finally:
+            self._inside = ""
+
+    def check_outside(self) -> None:
+        """Raises `RuntimeError` inside such a function: a collective would hang."""
+        if self._inside:
+            raise RuntimeError(
+                f"the function of {self._inside} calls what needs all ranks at once, but each rank calls it for its own samples: do that "
+                f"before {self._inside}, or after it"
+            )
 
     def warn(self, text: str, about: str = "") -> None:
         """Warns once, on rank 0. All ranks call it, so that a rank that takes rank 0's place does not repeat the warning.
