@@ -247,7 +247,7 @@ class Run:
         with failing_together(world):
             state.user_state.add({name: thing for name, thing in things.items() if id(thing) not in ours})
             state.user_state.add(of_rank, of_rank=True)
-            resume.check_live(world, replica.sync, of_rank)
+            resume.check_live(replica.sync, of_rank)
             resume.check_parameters(replica.model, replica.optimizers)
         made = resume.Made(replica.sync, replica.optimizers)
         anew = self._restore(state)
