@@ -138,14 +138,11 @@ class Replica:
         if self.optimizers:
             raise RuntimeError("replicate() comes before optimizer(): replicate all models first")
         strategy = strategies.build(self._settings)
-        if self._parts and strategy.one_model:
-            raise strategy.refuse("takes one model", "use sync.name=flat or ddp for several")
+        has_state = strategy.has_memory or type(strategy).state_dict is not GradientSync.state_dict
         has_parts = strategy.shards_gradients or not strategy.is_replicated
-        if self._parts and (
-            has_parts or strategy.has_memory or type(strategy).state_dict is not GradientSync.state_dict
-        ):
+        if self._parts and (strategy.one_model or has_parts or has_state):
             raise strategy.refuse(
-                f"{'has a part of the model on each rank' if has_parts else 'has a state'}, which several models would lose",
+                "takes one model: several would lose its state, or a rank's part of it",
                 "use sync.name=flat or ddp for several, or replicate one module that holds them",
             )
         model.to(self._world.device)
