@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import math
 import os
 import sys
 import threading
@@ -334,11 +333,6 @@ class Run:
     def _now(self) -> tuple[int, int]:
         """Returns the epoch of the last step, from 1, and the steps of the run so far."""
         return self.epoch, self.user_state.steps
-
-    def left(self) -> float:
-        """Returns the seconds of the grace period that are left; infinite if no signal has come."""
-        since = self.signals.since if self.signals is not None else None
-        return math.inf if since is None else since + self.config.preempt.grace_seconds - time.monotonic()
 
     @contextlib.contextmanager
     def calling(self, call: str) -> Iterator[None]:
