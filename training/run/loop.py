@@ -54,7 +54,7 @@ class Loop:
     def begin(self) -> None:
         """Begins the attempt, once the state is restored. Collective."""
         run, replica = self.run, self.step.replica
-        self.attempt.__enter__()
+        self.attempt.begin()
         if run.world.replacement:
             self.attempt.be_at(run.places)
             self.step.join()
@@ -356,12 +356,14 @@ class Loop:
     def end(self, error: BaseException | None) -> Ended:
         """Ends the attempt on all ranks. Returns how it ended. Raises `error`, or an error of the end. Collective."""
         try:
-            with contextlib.ExitStack() as stack:
-                stack.push(self.attempt.__exit__)
+            try:
                 if error is not None:
                     raise error
                 self.step.check_used("run")
                 self._finish()
+            except BaseException as raised:
+                self.attempt.end(raised)
+                raise
         except Ended as ended:
             return ended
         except SentAlready as sent:  # of the script's own `backward`: `run.backward` says it otherwise

@@ -254,8 +254,6 @@ class Run:
         self.saved_generators = state.user_state.capture(world.device) if self.resumed else None
         by_step, columns = settings.log.score_every > 0, ["validation accuracy"]
         self.state, self.user_state = state, state.user_state
-        self.epoch = state.cursor.epoch + (state.cursor.step > 0 or state.cursor.epoch == 0)
-        """The epoch of the last step, from 1."""
         self.console = Console(settings.log, world, self._now, by_step, columns if isinstance(settings, Config) else None)  # fmt: skip
         if anew:
             self.warn(
@@ -332,7 +330,8 @@ class Run:
 
     def _now(self) -> tuple[int, int]:
         """Returns the epoch of the last step, from 1, and the steps of the run so far."""
-        return self.epoch, self.user_state.steps
+        cursor = self.state.cursor
+        return cursor.epoch + (cursor.step > 0 or cursor.epoch == 0), self.user_state.steps
 
     @contextlib.contextmanager
     def calling(self, call: str) -> Iterator[None]:
