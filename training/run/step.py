@@ -77,7 +77,7 @@ class Step:
         self._micro_batches = False
         """Whether `backward` sends nothing: `accumulate` sets it around each micro-batch but the last."""
         self._total: int | None = None
-        """Samples of all ranks: `_divide` sets it once the gradients are summed, `_end` clears it."""
+        """Samples of all ranks: `_divide` sets it once the gradients are summed; `backward`, of a new step, and `_end` clear it."""
         self._versions: list[int] = []
         """Versions of the gradients after `backward`, if a rank has some of them only. A changed gradient has a higher one in `update`."""
         self._counted = True
@@ -460,8 +460,9 @@ class Step:
             )
         inputs = inputs.of_part(self.part, whole=not self._accumulating)
         samples = 0 if inputs.part is not None and inputs.part.samples == 0 else inputs.samples
-        if not self.pending:
+        if not self.pending:  # an error may have ended the step before
             self._forget()
+            self._total = None
         self.attempt.stage = 2
         self._check_use(inputs.part, samples)
         self.pending, self._as_function, self._inputs = True, False, inputs
