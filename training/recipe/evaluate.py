@@ -54,7 +54,7 @@ class Evaluator:
         self.config, self.world, self.classes = config, world, manifest.classes
         self._samples = manifest.count("test")
         self._count = math.ceil(self._samples / config.evaluate.batch_size)
-        self._stored = Stored(Samples.open(manifest, "test", 0, self._samples), world, config.seed)
+        self._stored = Stored(Samples.open(manifest, "test"), world, config.seed)
 
     def _batches(self, numbers: list[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         size, keys = self.config.evaluate.batch_size, draw_keys(self.config.seed, 0)
