@@ -84,8 +84,6 @@ class Session(Reporting):
         self._run = run
         self._replica: Replica | None = None
         self._loop: Loop | None = None
-        self._evaluating = False
-        """The function of `evaluate` is being called."""
         self.settings, self.run_dir, self.seed = run.config, run.path, run.config.seed
 
     def __enter__(self) -> Session:
@@ -465,7 +463,7 @@ class Session(Reporting):
             ...     right += int((network(x).argmax(1) == y).sum())
             ...     run.boundary()
         """
-        self._check_outside()
+        self._run.check_outside()
         self._started().boundary("run.boundary()")
 
     def sum(self, *numbers: float) -> tuple[float, ...]:
@@ -545,11 +543,8 @@ class Session(Reporting):
         self._go_on("run.evaluate()")
 
         def called(*batch: Any) -> Any:
-            self._evaluating = True
-            try:
+            with self._run.calling("run.evaluate()"):
                 return function(*batch)
-            finally:
-                self._evaluating = False
 
         boundary = self._loop.boundary if self._loop is not None else lambda: None
         with self._run.goodput.on(TimeCategory.EVALUATION):
@@ -557,7 +552,7 @@ class Session(Reporting):
 
     def _go_on(self, call: str) -> None:
         """Before a collective that the script may call after a loop which other ranks are still in."""
-        self._check_outside()
+        self._run.check_outside()
         if self._loop is not None:
             self._loop.go_on(call)
 
@@ -565,13 +560,6 @@ class Session(Reporting):
         """Around a collective over values of the script's own: those of a lost rank are gone."""
         live = self.world.live
         return contextlib.nullcontext() if live is None else live.not_retryable(what)
-
-    def _check_outside(self) -> None:
-        if self._evaluating:
-            raise RuntimeError(
-                "the function of run.evaluate() calls what needs all ranks at once, but each rank calls it for its own batches: "
-                "do that before run.evaluate(), or after it"
-            )
 
     def _replicated(self) -> Replica:
         if self._replica is None:

@@ -131,7 +131,6 @@ def test_the_others_continue_without_a_lost_rank(tmp_path: Path, data_root: Path
     launch = [PYTHON, "-m", "lockstep.training", "launch", "--live", "--ranks", "3", "--", PYTHON, *RANK, *words]
     done = run(launch, env, 150)
     assert done.code == 0, done.output
-    assert "has not been shown on real GPUs" in done.output
     assert "2 ranks train on" in done.output
     assert differing(saved(tmp_path / "run"), on_cpu(**changes)) == []
 

@@ -102,6 +102,11 @@ def cut(item: Any, low: int, high: int, count: int, copies: bool = False) -> Any
     return piece.clone() if copies and isinstance(piece, torch.Tensor) else piece
 
 
+def mapped(item: Any, change: Callable[[Any], Any]) -> Any:
+    """Returns the same tree with each part of the batch, as `cut` tells them apart, replaced by `change(part)`."""
+    return _rebuilt(item, lambda value: mapped(value, change)) if _holds_parts(item) else change(item)
+
+
 def pieces(item: Any) -> list[Any]:
     """Returns the parts that `cut` slices: tensors, arrays and lists of samples; no object with a method `cut`."""
     if hasattr(item, "cut"):

@@ -4,16 +4,16 @@ Samples are uint8 images [n, h, w, c] or float32 feature vectors [n, f]; the ten
 
 manifest = shard_writer.prepare(config.data)                    # finds them, or makes them once a node under a file lock.
 manifest.file(manifest.splits["train"][0], verify=True)   # matches its sha256; a bucket's file is downloaded.
-samples = Samples.open(manifest, "train", low, high)      # opens only the files that hold ids low … high − 1.
+samples = Samples.open(manifest, "train")                 # maps its files, and reads none.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import mmap
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -157,14 +157,6 @@ class Manifest(Section):
         value = {**json.loads(text), "directory": directory}
         return settings.build(cls, value, f"{place} is malformed ({_MEND})")
 
-    def overlapping(self, split: str, low: int, high: int) -> Iterator[tuple[int, Shard]]:
-        """Yields (first id, shard) of the shards that hold any of the ids `low` … `high` − 1."""
-        start = 0
-        for shard in self.splits[split]:
-            if start < high and low < start + shard.count:
-                yield start, shard
-            start += shard.count
-
     def file(self, shard: Shard, verify: bool = False) -> Path:
         """Returns a shard's file. Fetches it if it is in a bucket and not on this disk.
 
@@ -240,58 +232,50 @@ class _Mapped:
 
 @dataclass(slots=True)
 class Samples:
-    """The samples with ids `low` … `high` − 1 of one split, from files that are mapped into memory, not read.
+    """The samples of one split, from files that are mapped into memory, not read.
 
     `take` gives the pages that it has read back to the kernel.
     """
 
-    low: int
-    high: int
     starts: list[int]
+    """The first id of each file."""
     mapped: list[_Mapped]
 
     def __len__(self) -> int:
-        return self.high - self.low
+        return sum(len(file.labels) for file in self.mapped)
 
     @property
     def num_bytes(self) -> int:
         return sum(file.samples.numel() * file.samples.element_size() for file in self.mapped)
 
     @classmethod
-    def open(cls, manifest: Manifest, split: str, low: int, high: int) -> Samples:
-        """Opens the files that hold any of these ids. Raises `UserError` for one that is missing, or not of the manifest's shapes."""
-        shards = list(manifest.overlapping(split, low, high))
-        return cls(low, high, [start for start, _ in shards], [_opened(manifest, shard) for _, shard in shards])
+    def open(cls, manifest: Manifest, split: str) -> Samples:
+        """Opens the files of a split. Raises `UserError` for one that is missing, or not of the manifest's shapes."""
+        shards = manifest.splits[split]
+        starts = itertools.accumulate((shard.count for shard in shards[:-1]), initial=0)
+        return cls([*starts], [_opened(manifest, shard) for shard in shards])
 
     def take(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (samples [b, …], labels [b]) of global ids, gathered on the CPU."""
         first = self.mapped[0].samples
         if len(self.mapped) == 1:
-            rows = ids - self.starts[0]
-            images, labels = first[rows], self.mapped[0].labels[rows]
+            images, labels = first[ids], self.mapped[0].labels[ids]
         else:
             images = torch.empty((len(ids), *first.shape[1:]), dtype=first.dtype)
             labels = torch.empty(len(ids), dtype=torch.int64)
-            for start, some_images, some_labels in self._files():
-                inside = (ids >= start) & (ids < start + len(some_labels))
-                images[inside] = some_images[ids[inside] - start]
-                labels[inside] = some_labels[ids[inside] - start]
+            for start, file in zip(self.starts, self.mapped):
+                inside = (ids >= start) & (ids < start + len(file.labels))
+                images[inside] = file.samples[ids[inside] - start]
+                labels[inside] = file.labels[ids[inside] - start]
         for file in self.mapped:
             file.give_back()
         return images, labels
 
     def all(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (images, labels) of all ids in their order, without a copy if one file holds them."""
-        pieces = []
-        for start, images, labels in self._files():
-            window = slice(max(self.low - start, 0), min(self.high - start, len(labels)))
-            pieces.append((images[window], labels[window]))
-        if len(pieces) == 1:
-            return pieces[0]
-        return torch.cat([images for images, _ in pieces]), torch.cat([labels for _, labels in pieces])
-
-    def _files(self) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        return ((start, file.samples, file.labels) for start, file in zip(self.starts, self.mapped))
+        if len(self.mapped) == 1:
+            return self.mapped[0].samples, self.mapped[0].labels
+        return torch.cat([file.samples for file in self.mapped]), torch.cat([file.labels for file in self.mapped])
 
 
 def _opened(manifest: Manifest, shard: Shard) -> _Mapped:

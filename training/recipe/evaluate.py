@@ -17,9 +17,9 @@ from .. import models
 from ..checkpoint import weights
 from ..config import Config, settings
 from ..contract import UserError, to_stderr
-from ..data import order, sources
-from ..data.augment import check_settings, normalise
-from ..data.batches import fits
+from ..data import sources
+from ..data.augment import check_settings, draw_keys, normalise
+from ..data.batches import Stored
 from ..data.shard_writer import prepare
 from ..data.shards import Manifest, Samples
 from ..models.arithmetic import autocast, real_type
@@ -48,37 +48,20 @@ class Score:
 
 
 class Evaluator:
-    """Scores weights on the test split. A rank opens only the files of its contiguous share, and keeps it."""
+    """Scores weights on the test split, whose files the ranks of a node have verified."""
 
     def __init__(self, config: Config, world: World, manifest: Manifest) -> None:
-        """The ranks of the node have verified the files of the test split already."""
         self.config, self.world, self.classes = config, world, manifest.classes
-        self._manifest, self._most = manifest, config.evaluate.batch_size
-        self._count = math.ceil(manifest.count("test") / self._most)
-        self._open()
-
-    def _open(self) -> None:
-        """This rank's share of the batches, among the ranks as they are now."""
-        world = self.world
-        self._place = world.rank, world.size
-        first, end = order.bounds(self._count, *self._place)
-        self._first, low, high = first, first * self._most, min(end * self._most, self._manifest.count("test"))
-        self._images, self._labels = torch.empty(0), torch.empty(0)
-        if high > low:
-            samples = Samples.open(self._manifest, "test", low, high)
-            self._images, self._labels = samples.all()
-            if fits(samples, world):
-                self._images, self._labels = self._images.to(world.device), self._labels.to(world.device)
+        self._samples = manifest.count("test")
+        self._count = math.ceil(self._samples / config.evaluate.batch_size)
+        self._stored = Stored(Samples.open(manifest, "test"), world, config.seed)
 
     def _batches(self, numbers: list[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        if self._place != (self.world.rank, self.world.size):
-            self._open()
+        size, keys = self.config.evaluate.batch_size, draw_keys(self.config.seed, 0)
         for number in numbers:
-            at = (number - self._first) * self._most
-            images, labels = (
-                tensor[at : at + self._most].to(self.world.device) for tensor in (self._images, self._labels)
-            )
-            yield images, labels
+            batch = self._stored.batch(torch.arange(number * size, min((number + 1) * size, self._samples)), keys)
+            batch = batch.to(self.world.device)
+            yield batch.images[batch.rows], batch.labels
 
     def score(self, model: nn.Module, boundary: Callable[[], object] = lambda: None) -> Score:
         """The score over the whole test split, the same on every rank. Collective.

@@ -1,11 +1,12 @@
 """One attempt, around its steps: the boundary at which all ranks leave or save together, checkpoints, metrics, the end.
 
     attempt = Attempt(run)
-    with attempt:
-        attempt.boundary()                          # before each step; raises `Ended` if the ranks agreed to leave.
-        …                                           # a step.
-        attempt.nonfinite_steps = 0                 # or `skip_step`, if no weight was moved.
-        attempt.step_done(lr, samples, grad_norm)
+    attempt.begin()
+    attempt.boundary()                          # before each step; raises `Ended` if the ranks agreed to leave.
+    …                                           # a step.
+    attempt.nonfinite_steps = 0                 # or `skip_step`, if no weight was moved.
+    attempt.step_done(lr, samples, grad_norm)
+    attempt.end(error)                          # `Ended`, or the error that ends it.
 
 All ranks call the same methods in the same order.
 """
@@ -17,7 +18,6 @@ import os
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
@@ -109,7 +109,8 @@ class Attempt:
         """Whether the next step follows a save, or the start."""
         return self.saver.last_step == self.run.user_state.steps
 
-    def __enter__(self) -> Attempt:
+    def begin(self) -> None:
+        """Begins the attempt, and reports it."""
         run = self.run
         self.desync = DesyncDetector(
             run.world, lambda: 4 * (self._polls + run.user_state.steps) + self.stage, lambda: run.user_state.steps, self._desynced
@@ -123,7 +124,6 @@ class Attempt:
         preprocessing = time.perf_counter() - run.began
         run.event("prepared", seconds=preprocessing)
         run.console.line(f"Preprocessing: {preprocessing:.2f} seconds")
-        return self
 
     def _regrouped(self, lost: Mapping[int, str], joined: Sequence[int], seconds: float) -> None:
         """Reports the new group of ranks, after a rendezvous without the lost ranks or with admitted ones. All ranks call it.
@@ -184,13 +184,12 @@ class Attempt:
             run.console.warn(reason)
         self.saver.close()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:  # fmt: skip
+    def end(self, error: BaseException) -> None:
+        """Waits for what is under way. Collective after `Ended`."""
         self.desync.close()
         self.progress.close()
         try:
-            if error is None or isinstance(error, Ended):  # all ranks are here: after another error one may be missing
+            if isinstance(error, Ended):  # all ranks are here: after another error one may be missing
                 self.tell_readings(wait=True)
                 self.consensus.settle()
             else:
@@ -301,11 +300,11 @@ class Attempt:
         self._steps, self.grad_norm = self._steps + 1, grad_norm
         self.buffers.end()
         self.modes.end()
-        if self._steps == 1 and not self.modes.any_training:
+        if self._steps == 1 and not any(module.training for module in state.model.modules()):
             run.console.line(
                 "The model trains in evaluation mode, as the script has set it: no dropout, fixed batch statistics"
             )
-        done, run.epoch = run.user_state.steps, state.cursor.epoch + 1
+        done = run.user_state.steps
         if self._steps == 1 and run.world.live is not None:  # it has shown by now that it computes what the others do
             run.world.live.ready()
         measured = state.clock.measured()

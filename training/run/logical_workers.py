@@ -48,8 +48,6 @@ class LogicalWorkers:
         """The batch statistics at the end of the last step, in this epoch. `end` sets them; None: no step of the epoch has ended."""
         self._odd = torch.zeros(2, dtype=torch.bool, device=run.world.device)
         """Since the host last read them: whether parts moved a count differently, and whether a rank refuses the step. On the device."""
-        self.inside = False
-        """Whether the function of a step is running for a part."""
         self.proof: Proof | None = None
         """The proof of the step under way; None: the step has none. `begin` sets it."""
         self._call_is_first = False
@@ -64,14 +62,6 @@ class LogicalWorkers:
     def _begin_parts(self) -> None:
         for sync in self._learning:
             sync.begin_parts(self._of)
-
-    def check_outside(self) -> None:
-        """Raises `RuntimeError` inside the function of a step. Ranks call it a different number of times, and a collective would hang."""
-        if self.inside:
-            raise RuntimeError(
-                "run.sum() and run.loss() need all ranks at once, and under sync.name=exact each rank calls the function of a step for "
-                "each of its own parts: use them after run.step(…)"
-            )
 
     def begin_batch(self) -> None:
         """Begins a batch. Draws and statistics from between two epochs, such as those of an evaluation, are not checked."""
@@ -184,11 +174,8 @@ class LogicalWorkers:
     @contextlib.contextmanager
     def calling(self) -> Iterator[None]:
         """Surrounds a call of the function. After the first call in a part it looks for gradients: no backward pass of ours has run yet."""
-        self.inside = True
-        try:
+        with self.run.calling("run.step()"):
             yield
-        finally:
-            self.inside = False
         first, self._call_is_first = self._call_is_first, False
         if first and self.refused is None and any(sync.has_gradients for sync in self._learning):
             names = [name for name, p in self.replica.model.named_parameters() if p.grad is not None]

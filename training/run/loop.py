@@ -54,7 +54,7 @@ class Loop:
     def begin(self) -> None:
         """Begins the attempt, once the state is restored. Collective."""
         run, replica = self.run, self.step.replica
-        self.attempt.__enter__()
+        self.attempt.begin()
         if run.world.replacement:
             self.attempt.be_at(run.places)
             self.step.join()
@@ -317,7 +317,8 @@ class Loop:
         """Returns this rank's contiguous part of a global batch, and gives `step` its number of samples. Collective in the first steps."""
         run = self.run
         if run.world.size > 1 and (run.user_state.steps < FIRST_STEPS or self.attempt.after_save):
-            self._meet("run.part()")
+            run.check_outside()
+            self.attempt.desync.collective("run.part()")
             check_alike_whole(batch, run.world)
         mine, part = self.step.current.part(batch)
         self.step.set_part(part)
@@ -326,11 +327,6 @@ class Loop:
     def go_on(self, call: str) -> None:
         """Checks, before a collective of the script, that no other rank is still in a loop."""
         self.step.current.end_step()  # an evaluation begins, or ends
-        self._meet(call)
-
-    def _meet(self, call: str) -> None:
-        if self.step.logical_workers is not None:
-            self.step.logical_workers.check_outside()
         self.attempt.desync.collective(call)
 
     def boundary(self, call: str = "") -> None:
@@ -363,12 +359,14 @@ class Loop:
     def end(self, error: BaseException | None) -> Ended:
         """Ends the attempt on all ranks. Returns how it ended. Raises `error`, or an error of the end. Collective."""
         try:
-            with contextlib.ExitStack() as stack:
-                stack.push(self.attempt.__exit__)
+            try:
                 if error is not None:
                     raise error
                 self.step.check_used("run")
                 self._finish()
+            except BaseException as raised:
+                self.attempt.end(raised)
+                raise
         except Ended as ended:
             return ended
         except SentAlready as sent:  # of the script's own `backward`: `run.backward` says it otherwise

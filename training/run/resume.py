@@ -73,7 +73,7 @@ def check_parameters(model: nn.Module, optimizers: dict[str, Any]) -> None:
             raise ValueError(f"{name} has a parameter that is not in the replicated model: put it into the model")
 
 
-def check_live(world: World, sync: GradientSync, of_rank: Mapping[str, Any]) -> None:
+def check_live(sync: GradientSync, of_rank: Mapping[str, Any]) -> None:
     """Raises `UserError` if `launch --live` cannot continue this run without a lost rank."""
     if not os.environ.get(ENV_LIVE):
         return
@@ -84,11 +84,6 @@ def check_live(world: World, sync: GradientSync, of_rank: Mapping[str, Any]) -> 
         )
     if not Path("/proc/self/fd").is_dir():
         raise UserError("launch --live needs Linux, which shows a process its connections: leave out --live")
-    if world.device.type == "cuda" and world.leader:
-        say(
-            "warning: launch --live sends gradients over gloo, through the host, and has not been shown on real GPUs",
-            sys.stderr,
-        )
     if of_rank:
         raise UserError(
             f"launch --live cannot continue without a lost rank's state, and keep_of_rank() has {next(iter(of_rank))}: leave out --live"

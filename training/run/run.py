@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import math
 import os
 import sys
 import threading
@@ -124,6 +123,8 @@ class Run:
         """The state of this rank's generators at the resume point; None: the run begins."""
         self.places: dict[str, Any] = {}
         """The position of the ranks that have admitted this rank, for `Attempt.be_at`; empty if this rank was not admitted."""
+        self._inside = ""
+        """The call whose function each rank runs for its own samples now; "": none."""
         self.progressed = False
         """Whether this attempt has made a step or ended an epoch."""
         self._untold: deque[tuple[int, Any, Callable[[RunDirectory], None]]] = deque()
@@ -242,7 +243,7 @@ class Run:
         with failing_together(world):
             state.user_state.add({name: thing for name, thing in things.items() if id(thing) not in ours})
             state.user_state.add(of_rank, of_rank=True)
-            resume.check_live(world, replica.sync, of_rank)
+            resume.check_live(replica.sync, of_rank)
             resume.check_parameters(replica.model, replica.optimizers)
         made = resume.Made(replica.sync, replica.optimizers)
         anew = self._restore(state)
@@ -250,8 +251,6 @@ class Run:
         self.saved_generators = state.user_state.capture(world.device) if self.resumed else None
         by_step, columns = settings.log.score_every > 0, ["validation accuracy"]
         self.state, self.user_state = state, state.user_state
-        self.epoch = state.cursor.epoch + (state.cursor.step > 0 or state.cursor.epoch == 0)
-        """The epoch of the last step, from 1."""
         self.console = Console(settings.log, world, self._now, by_step, columns if isinstance(settings, Config) else None)  # fmt: skip
         if anew:
             self.warn(
@@ -326,12 +325,25 @@ class Run:
 
     def _now(self) -> tuple[int, int]:
         """Returns the epoch of the last step, from 1, and the steps of the run so far."""
-        return self.epoch, self.user_state.steps
+        cursor = self.state.cursor
+        return cursor.epoch + (cursor.step > 0 or cursor.epoch == 0), self.user_state.steps
 
-    def left(self) -> float:
-        """Returns the seconds of the grace period that are left; infinite if no signal has come."""
-        since = self.signals.since if self.signals is not None else None
-        return math.inf if since is None else since + self.config.preempt.grace_seconds - time.monotonic()
+    @contextlib.contextmanager
+    def calling(self, call: str) -> Iterator[None]:
+        """Surrounds a function of the script that the ranks call a different number of times, for `check_outside`."""
+        self._inside = call
+        try:
+            yield
+        finally:
+            self._inside = ""
+
+    def check_outside(self) -> None:
+        """Raises `RuntimeError` inside such a function: a collective would hang."""
+        if self._inside:
+            raise RuntimeError(
+                f"the function of {self._inside} calls what needs all ranks at once, but each rank calls it for its own samples: do that "
+                f"before {self._inside}, or after it"
+            )
 
     def warn(self, text: str, about: str = "") -> None:
         """Warns once, on rank 0. All ranks call it, so that a rank that takes rank 0's place does not repeat the warning.

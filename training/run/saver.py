@@ -52,8 +52,6 @@ class Interval:
         self.failures = failures
         self._costs: deque[float] = deque(maxlen=_LAST)
         self._writes: deque[float] = deque(maxlen=_LAST)
-        self.reported = False
-        """Whether the run has reported the interval."""
 
     def stalled(self, seconds: float) -> None:
         """Records how many seconds a save has stopped the training."""
@@ -62,11 +60,6 @@ class Interval:
     def written(self, seconds: float) -> None:
         """Records how many seconds the writing in the background took."""
         self._writes.append(max(0.0, seconds))
-
-    @property
-    def measured(self) -> bool:
-        """Whether a save has been measured from its beginning to its end."""
-        return bool(self._costs and self._writes)
 
     @property
     def cost(self) -> float:
@@ -81,10 +74,6 @@ class Interval:
         best = math.sqrt(2 * self.cost * self.mtbf(trained))
         least = max(MIN_INTERVAL_SECONDS, WRITES * statistics.median(self._writes) if self._writes else 0.0)
         return min(max(best, least), max(MAX_INTERVAL_SECONDS, least))
-
-
-class _NoAnswer(Exception):
-    """A save that has not ended in time. A `TimeoutError` of a network disk is different: that save has failed."""
 
 
 class Sender:
@@ -210,7 +199,8 @@ class Saver:
         self._sender: Sender | None = None
         self._sends: list[Future[list[SaveResult]]] = []
         """Sends that are not reported yet, in order."""
-        self._last_send: Future[list[SaveResult]] | None = None
+        self._unsent = False
+        """Whether the last send has failed."""
         self.last_step = run.user_state.steps
         """The step of the newest checkpoint that this run saved or resumed from."""
         self._last_time = time.monotonic()
@@ -225,8 +215,7 @@ class Saver:
             if (objects := self.run.objects) is not None:
                 self._sender = Sender(objects, directory.checkpoints)
                 # An earlier attempt, or a lost rank, may have left checkpoints unsent.
-                self._last_send = self._sender.send(self.last_step)
-                self._sends = [self._last_send]
+                self._sends = [self._sender.send(self.last_step)]
                 directory.at_close.append(self._finish)
 
     def take_over(self) -> None:
@@ -274,8 +263,7 @@ class Saver:
                 self.run.user_state.steps, gathered, self.scores.of(self.run.user_state.steps)
             )
             if self._sender is not None:
-                self._last_send = self._sender.send(self.run.user_state.steps, self._future)
-                self._sends.append(self._last_send)
+                self._sends.append(self._sender.send(self.run.user_state.steps, self._future))
             stalled = time.perf_counter() - began
             self.interval.stalled(stalled)
             self.run.event("checkpoint", step=self.run.user_state.steps, stall_seconds=round(stalled, 6))
@@ -311,9 +299,7 @@ class Saver:
             while self.settings.to is not None and any_rank(self._waits_for_bucket(), world):
                 self._alive()
             self._check_taken_over()
-            last = self._last_send
-            unsent = last is not None and (not last.done() or last.exception() is not None)
-            failed = any_rank(self._last_failed or unsent, world)
+            failed = any_rank(self._last_failed or self._unsent, world)
             if generation == world.generation:  # else another rank writes by now, and has waited for nothing yet
                 return not failed
 
@@ -337,10 +323,12 @@ class Saver:
                     self._taken_over = str(error)
                 self._not_sent(str(error), "bucket")
             else:
+                self._unsent = False
                 for result in results:
                     self._stands("checkpoint_sent", result)
 
     def _not_sent(self, why: str, reason: str) -> None:
+        self._unsent = True
         self._count_failure(why, reason)
         self.run.console.warn(f"a checkpoint is not in the bucket, only on this node's disk: {why}")
 
@@ -349,37 +337,33 @@ class Saver:
         self.failures += 1
         self.run.event("checkpoint_failed", reason=why, failures=self.failures)
 
-    def _result(self, future: Future[SaveResult]) -> SaveResult:
-        """Waits for a save; after a signal, at most for the rest of the grace period. Raises `_NoAnswer`, `OSError`."""
-        while True:
-            remaining = self._left()
-            wait([future], max(0.0, min(remaining, SAVE_LOOK_SECONDS)))
-            if future.done():
-                return future.result()
-            if remaining <= SAVE_LOOK_SECONDS:
-                raise _NoAnswer(f"the disk did not answer within the grace period of {self._grace:g} s")
-
     def _left(self) -> float:
         """Returns the seconds of the grace period that are left for a disk or a bucket; infinite if no rank has been asked to leave."""
-        since = self._leaving_since
-        agreed = math.inf if since is None else since + self._grace - time.monotonic()
-        return min(self.run.left(), agreed)
+        signalled = None if self.run.signals is None else self.run.signals.since
+        since = min((at for at in (signalled, self._leaving_since) if at is not None), default=math.inf)
+        return since + self._grace - time.monotonic()
 
     def _reap(self) -> None:
-        """Waits for the last save and records its result. If the disk fails, this checkpoint is lost, and the run continues."""
-        if self._future is None:
+        """Waits for the last save, after a signal at most for the rest of the grace period. Records its result. If the disk fails, this
+        checkpoint is lost, and the run continues."""
+        if (future := self._future) is None:
             return
-        try:
-            result = self._result(self._future)
-        except (OSError, _NoAnswer) as error:
-            self._hangs = isinstance(error, _NoAnswer)
-            self._last_failed = True
+        left = math.inf
+        while left > SAVE_LOOK_SECONDS and not future.done():
+            left = self._left()
+            wait([future], max(0.0, min(left, SAVE_LOOK_SECONDS)))
+        self._hangs = not future.done()
+        error: BaseException | str | None = f"the disk did not answer within the grace period of {self._grace:g} s"
+        if not self._hangs:
+            error = future.exception()
+        if isinstance(error, BaseException) and not isinstance(error, OSError):
+            raise error
+        self._last_failed, self._future = error is not None, None
+        if error is None:
+            self._stands("checkpoint_written", future.result())
+        else:
             self._count_failure(str(error), "timeout" if self._hangs else "disk")
             self.run.console.warn(f"a checkpoint could not be saved, the run continues: {error}")
-        else:
-            self._last_failed = self._hangs = False
-            self._stands("checkpoint_written", result)
-        self._future = None
 
     def _stands(self, event: str, result: SaveResult) -> None:
         """Reports a checkpoint that is on the disk, or in the bucket."""
@@ -387,19 +371,6 @@ class Saver:
         if event == "checkpoint_sent" or self._sender is None:  # where it outlives this node
             self.run.metrics.checkpoint_written(result.seconds)
             self.interval.written(result.seconds)
-            self._tell_interval()
-
-    def _tell_interval(self) -> None:
-        """Reports the interval of `every_seconds: auto`, once, when the first save has been measured."""
-        interval, trained = self.interval, self.run.state.clock.trained
-        if self.settings.every_seconds != "auto" or interval.reported or not interval.measured:
-            return
-        interval.reported = True
-        seconds, mtbf = interval.seconds(trained), interval.mtbf(trained)
-        self.run.event(
-            "checkpoint_interval", seconds=round(seconds, 3), cost_seconds=round(interval.cost, 6), mtbf_seconds=round(mtbf, 1),
-            failures=interval.failures,
-        )  # fmt: skip
 
     def _finish(self) -> None:
         """Commits the files of the attempt's end to the bucket. A bucket that does not answer does not block the end of the process."""

@@ -14,10 +14,11 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from .. import generators
 from ..data import order
@@ -38,7 +39,6 @@ from .step_input import (
     StepSums,
     checked_loss,
     count_scaled_step,
-    samples_of_all,
     set_scale,
 )
 
@@ -77,7 +77,7 @@ class Step:
         self._micro_batches = False
         """Whether `backward` sends nothing: `accumulate` sets it around each micro-batch but the last."""
         self._total: int | None = None
-        """Samples of all ranks: `backward` sets it once the gradients are summed, `_end` clears it."""
+        """Samples of all ranks: `_divide` sets it once the gradients are summed; `backward`, of a new step, and `_end` clear it."""
         self._versions: list[int] = []
         """Versions of the gradients after `backward`, if a rank has some of them only. A changed gradient has a higher one in `update`."""
         self._counted = True
@@ -135,12 +135,8 @@ class Step:
             self._stand_in.enter_context(evaluating(self.replica.model))
 
     def end_batch(self) -> None:
-        """Ends the batch under way. Raises `RuntimeError` if no update has used its gradient: no checkpoint could hold that."""
-        if self.pending:
-            raise RuntimeError(
-                "a batch had a backward() and no update(): a batch is one step. To accumulate, go over run.iterate(loader, "
-                "accumulate=k), or make global_batch_size larger, and cut the batch into micro-batches with run.accumulate()"
-            )
+        """Ends the batch under way. Raises `RuntimeError` if no update has used its gradient."""
+        self._check_pending("batch")
         self._count()
         self.part = None
         self._end_stand_in()
@@ -161,10 +157,14 @@ class Step:
             raise RuntimeError(
                 f"the {what} ends and no step was made: {STEPS}. What makes no step belongs before run.epochs()"
             )
+        self._check_pending(what)
+
+    def _check_pending(self, what: str) -> None:
+        """Raises `RuntimeError` if `what` ends, or begins, with a gradient that no update has used: no checkpoint could hold it."""
         if self.pending:
             raise RuntimeError(
-                f"the {what} ends with gradients that no update() has used, so it is not saved here: call run.update() before "
-                "the loop is left"
+                f"the {what} ends with gradients that no update() has used: call run.update() once for each batch, after its last "
+                "backward(). To accumulate, go over run.iterate(loader, accumulate=k) and run.accumulate(batches)"
             )
 
     def _end_stand_in(self) -> None:
@@ -176,13 +176,11 @@ class Step:
 
     def take(self, compute: Compute, inputs: StepInput) -> None:
         """Takes one step, whose loss is `compute(*inputs.batch)`. Raises as `backward` and `update` do. Collective."""
-        if self.pending:
-            raise RuntimeError("step(function) came after a backward() without update(): call run.update() first")
+        self._check_pending("step before")
         inputs = dataclasses.replace(inputs, compute=compute).of_part(self.part)
         inputs = inputs.in_micro_batches(self.run.config.micro_batch_size, self.replica.sync)
         self._check_use(inputs.part, inputs.samples)
         inputs = self._moving(inputs)
-        total = samples_of_all(inputs.samples, inputs.total)
         if self.logical_workers is not None:
             check_machine(self.run, self.attempt.known)
         if not self._given:  # else it has begun with the batch: what the script does before the step is a part of it
@@ -198,19 +196,19 @@ class Step:
                 self._before = kept_buffers(self.replica.model) if keeps else []
             self._batch_mean.look(inputs, self._loss)
             self._as_function, self.attempt.stage = True, 2
-            norm, usable = self._usable_gradients(inputs, total)
+            norm, usable = self._usable_gradients(inputs)
             if usable:
                 norm = self._use(inputs, norm)
             self.replica.sync.zero_grad()
         if self.logical_workers is not None:
             self.logical_workers.end()
-        self._end(total(), norm)
+        self._end(self._total if inputs.total is None else inputs.total, norm)
 
-    def _usable_gradients(self, inputs: StepInput, total: Callable[[], int]) -> tuple[torch.Tensor | None, bool]:
+    def _usable_gradients(self, inputs: StepInput) -> tuple[torch.Tensor | None, bool]:
         """Returns the gradients' norm, and whether they may move the weights. Computes them again while the loss scale is too high."""
         scale: float | None = None
         while True:
-            norm = self.gradients(inputs, total)
+            norm = self.gradients(inputs)
             if self._is_usable(norm, inputs):
                 return norm, True
             if scale is None and inputs.scaler is not None:
@@ -219,7 +217,7 @@ class Step:
                 return norm, False
             self._redraw()
 
-    def gradients(self, inputs: StepInput, total: Callable[[], int]) -> torch.Tensor | None:
+    def gradients(self, inputs: StepInput) -> torch.Tensor | None:
         """Computes the gradient and sums it over the ranks. Returns its norm without the loss scale, a scalar on the device; None if
         nothing reads it. Collective."""
         if self.logical_workers is not None:
@@ -230,8 +228,7 @@ class Step:
                 self.replica.sync.synchronize()
             self.sums.agree()
             self.attempt.known.add("numbers")
-            if inputs.total is None and inputs.divisor is None:
-                self._divide_by(total())
+            self._divide(inputs)
         if self._replays:
             self._samples, self._losses = inputs.samples, []
             return self.recorder.replay_gradients()
@@ -446,7 +443,7 @@ class Step:
         Raises `TypeError`, `ValueError` for invalid arguments. Raises `UserError` if the gradient of this step is summed already, and
         `RuntimeError` for a call out of its order."""
         checked_loss(loss)
-        if self._total is not None:
+        if self.pending and self._total is not None:
             raise self.replica.sync.refuse(
                 "has summed the gradient of this step's first backward()",
                 "to add up several batches, go over run.iterate(loader, accumulate=k) and run.accumulate(batches)",
@@ -464,8 +461,9 @@ class Step:
         inputs = inputs.of_part(self.part, whole=not self._accumulating)
         samples = 0 if inputs.part is not None and inputs.part.samples == 0 else inputs.samples
         self._batch_mean.look_at_loss(loss, inputs)
-        if not self.pending:
+        if not self.pending:  # an error may have ended the step before
             self._forget()
+            self._total = None
         self.attempt.stage = 2
         self._check_use(inputs.part, samples)
         self.pending, self._as_function, self._inputs = True, False, inputs
@@ -475,9 +473,7 @@ class Step:
         sync = self.replica.sync
         with self.run.state.clock.synchronizing(sync.watch):
             self.replica.sync.synchronize()
-        self._total = samples_of_all(self._samples, inputs.total)()
-        if inputs.total is None and inputs.divisor is None:
-            self._divide_by(self._total)
+        self._divide(inputs)
         self._versions = self._versions_now()
 
     def _versions_now(self) -> list[int]:
@@ -521,7 +517,7 @@ class Step:
         sync.zero_grad()
         self._end(total, norm)
 
-    def _end(self, total: int, norm: torch.Tensor | None) -> None:
+    def _end(self, total: int | None, norm: torch.Tensor | None) -> None:
         """Ends the step, which may have moved no weight: counts steps and samples, and reports it."""
         run = self.run
         self._end_stand_in()
@@ -529,7 +525,7 @@ class Step:
         self.attempt.stage = 0
         run.user_state.steps += 1
         run.progressed = True
-        samples, run.user_state.samples = self._samples, run.user_state.samples + total
+        samples, run.user_state.samples = self._samples, run.user_state.samples + (total or 0)
         if self.replica.ema is not None:
             self.replica.ema.update(run.user_state.steps)
         self.pending, self._accumulating, self._samples, self._losses = False, False, 0, []
@@ -538,11 +534,18 @@ class Step:
         lr = float(next(iter(self.replica.optimizers.values())).param_groups[0]["lr"])
         self.attempt.step_done(lr, samples, norm)
 
-    def _divide_by(self, total: int) -> None:
-        """Divides the summed gradients by `total`, the samples of the global batch. Raises `RuntimeError` for a total of 0."""
-        if not total:
-            raise RuntimeError("a step without samples: every rank gave samples=0")
-        self.replica.sync.scale_gradients(torch.tensor(1.0 / total, device=self.run.world.device))
+    def _divide(self, inputs: StepInput) -> None:
+        """Sets `_total`, and divides the summed gradients by it, unless `backward` could. Collective unless the samples of all ranks are
+        known before the step. Raises `RuntimeError` for a step without samples."""
+        self._total = inputs.total
+        if self._total is None:
+            counted = torch.tensor(self._samples)
+            dist.all_reduce(counted)
+            self._total = int(counted)
+            if inputs.divisor is None:
+                if not self._total:
+                    raise RuntimeError("a step without samples: every rank gave samples=0")
+                self.replica.sync.scale_gradients(torch.tensor(1.0 / self._total, device=self.run.world.device))
 
     def _check_use(self, part: Part | None, samples: int) -> None:
         """Warns if all ranks use all of the same batch, or of hooks at the start and after a save. Raises as `check_lengths`."""

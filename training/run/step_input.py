@@ -152,7 +152,7 @@ class CurrentBatch:
         self._world, self._cut = world, cut
         self.generation = 0
         self._item: Any = None
-        self._again: Callable[[], tuple[Any, Part | None]] | None = None
+        self._again: Callable[[], tuple[Any, Part]] | None = None
         self._wholes: list[tuple[Any, Any]] = []
         """(part, whole) of each call of `run.part`, under `launch --live`."""
         self._lengths: list[int] = []
@@ -211,37 +211,27 @@ class CurrentBatch:
 
         Raises:
             RestartRequired: an argument is no piece of the batch and no result of `part`.
-            UserError: as `check_lengths`.
         """
         if inputs.generation == self._world.generation:
             return inputs
-        self.check_lengths()
-        item, part = (None, None) if self._again is None else self._again()
-        pairs = [] if part is None else [*_pairs(self._item, pytree.to_device(item, self._world.device))]
-        known_parts = [] if part is None else [part]
+        given = [(mine, *self._part(whole)) for mine, whole in self._wholes]
+        if self._again is not None:
+            item, part = self._again()
+            moved = pytree.to_device(item, self._world.device)
+            given += [(before, again, part) for before, again in _pairs(self._item, moved)]
+        parts: list[Part] = []
 
         def part_now(piece: Any) -> Any:
-            for mine, whole in self._wholes:
-                if piece is mine:
-                    again, of = self._part(whole)
-                    known_parts.append(of)
+            for before, again, part in given:
+                if piece is before:
+                    parts.append(part)
                     return again
-            for given, again in pairs:
-                if piece is given:
-                    return again
-            if isinstance(piece, tuple):
-                return tuple(map(part_now, piece))
-            if isinstance(piece, list) and piece and isinstance(piece[0], torch.Tensor):
-                return list(map(part_now, piece))
-            if isinstance(piece, Mapping):
-                return {key: part_now(value) for key, value in piece.items()}
             raise RestartRequired(
                 f"a rank was lost, and the step cannot be taken again: a {type(piece).__name__} that run.step(function, …) was called with "
                 "is nothing that run.batches() or run.part() has given. Put what is made of a batch into the function"
             )
 
-        batch = tuple(map(part_now, inputs.batch))
-        part = known_parts[0]
+        batch, part = pytree.mapped(inputs.batch, part_now), parts[0]
         return replace(
             inputs, batch=batch, part=part, samples=part.samples, weight=part.weight, generation=self._world.generation
         )
@@ -252,22 +242,6 @@ def _pairs(item: Any, again: Any) -> Iterator[tuple[Any, Any]]:
     yield item, again
     for (_, child), (_, other) in zip(pytree.children(item), pytree.children(again)):
         yield from _pairs(child, other)
-
-
-def samples_of_all(samples: int, known: int | None) -> Callable[[], int]:
-    """Returns a function that returns the samples of all ranks in a step. Unless they are `known`, it waits for a sum over the ranks that
-    begins now. Collective."""
-    if known is not None:
-        return lambda: known
-    total = torch.tensor(samples)
-    summed = dist.all_reduce(total, async_op=True)
-
-    def value() -> int:
-        if summed is not None:
-            summed.wait()
-        return int(total)
-
-    return value
 
 
 def divisor_of_all(divisor: Divisor, part: Part | None, world: World) -> Divisor:

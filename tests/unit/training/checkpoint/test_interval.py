@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 
 from lockstep.training.limits import MAX_INTERVAL_SECONDS, MIN_INTERVAL_SECONDS, PRIOR_SECONDS
 from lockstep.training.run.saver import Interval
-from tests.events import events
-from tests.ranks import training
 
 pytestmark = pytest.mark.promise("save-interval")
 
@@ -35,20 +32,3 @@ def test_the_interval_is_bounded() -> None:
     assert _measured(1e-6).seconds(0.0) == MIN_INTERVAL_SECONDS
     assert _measured(600.0).seconds(1e9) == MAX_INTERVAL_SECONDS
     assert _measured(0.001, write=100.0).seconds(0.0) == 200.0  # the disk must have done with one before the next
-
-
-def test_the_interval_is_logged_once(tmp_path: Path, tiny: list[str]) -> None:
-    """After four starts: one failed, two ended well, and the last one was killed."""
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/status.json").write_text(
-        '{"code": null, "reason": "running", "step": 0, "attempt": 4, "failures": 1}'
-    )
-    words = ["run", "smoke", "--run-dir", str(tmp_path / "run"), "--set", *tiny, "every_seconds=auto", "every_steps=2"]
-    done = training(*words)
-    assert done.code == 0, done.output
-    (event,) = events(tmp_path / "run", "checkpoint_interval")
-    assert (
-        event["seconds"] >= MIN_INTERVAL_SECONDS
-        and event["failures"] == 2
-        and event["mtbf_seconds"] >= PRIOR_SECONDS / 3
-    )
