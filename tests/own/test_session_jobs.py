@@ -16,9 +16,10 @@ from tests.warm.gang import python
 TINY = """
 import sys, torch
 from lockstep import Session
+from tests.product import SGD
 with Session("elsewhere", config={"lr": 0.1, "flag": True, "deep": {"er": None}, "model": {"width": 4}}) as run:
     model = run.replicate(torch.nn.Linear(run.config["model"]["width"], 1))
-    run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=run.config["lr"]))
+    run.optimizer(lambda parameters: SGD(parameters, lr=run.config["lr"]))
     run.log(lr=run.config["lr"], width=run.config["model"]["width"])
     for _ in run.epochs(1):
         for x in run.iterate([torch.ones(4, run.config["model"]["width"])] * 3):
