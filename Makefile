@@ -6,7 +6,7 @@ RANKS ?= auto
 RUN_DIR ?= runs/$(RECIPE)
 SET ?=
 SWEEP ?=
-SUITE ?= default
+SUITE ?= default training
 JOB ?= job.yaml
 
 # What the command line says wins over the job file.

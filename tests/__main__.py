@@ -24,10 +24,8 @@ class Suite(NamedTuple):
 SHARED = "-n WORKERS -p tests.sharing --dist loadscope "
 SCOPES = "-n WORKERS --dist loadscope "
 SUITES = {
-    "default": Suite(
-        "unit tests, and real runs on 2 and 3 ranks",
-        SHARED + "-m 'not containers' tests/training tests/jobs tests/unit",
-    ),
+    "default": Suite("unit tests, and jobs", SHARED + "-m 'not containers' tests/jobs tests/unit"),
+    "training": Suite("real runs on 2 and 3 ranks", SHARED + "tests/training"),
     "fast": Suite(
         "unit tests and one real run",
         SCOPES + "tests/unit tests/training/test_launching.py::test_two_ranks_under_lockstep_run",
@@ -50,7 +48,9 @@ SUITES = {
         "-n WORKERS tests/objects",
         "a package index, or uv's cache",
     ),
-    "packaging": Suite("the wheel and the sdist, installed", SCOPES + "tests/packaging -rs", "a package index"),
+    "packaging": Suite(
+        "the wheel and the sdist, installed, and a new project", SCOPES + "tests/packaging -rs", "a package index"
+    ),
     "docs": Suite("whether the site names everything", "-q tests/docs", "make docs"),
     "gpu-rehearsal": Suite(
         "the GPU path over a stand-in for CUDA and NCCL: its main cases",
@@ -108,14 +108,14 @@ def nightly() -> int:
 
 
 def main(words: list[str]) -> int:
-    if words == ["list"]:
+    if words in ([], ["list"]):
         for name, suite in SUITES.items():
             print(f"  {name:<14} {suite.says} (needs {suite.needs})")
         return 0
     if words == ["nightly"]:
         return nightly()
     codes = []
-    for word in words or ["default"]:
+    for word in words:
         if word in SUITES:
             codes.append(run(word, SUITES[word]))
         elif (ROOT / word.partition("::")[0]).exists():
@@ -123,10 +123,10 @@ def main(words: list[str]) -> int:
         else:
             print(f"error: no suite and no file is called {word!r}: make test SUITE=list", file=sys.stderr)
             return 2
-    if words in ([], ["default"]):
+    if "default" in words:
         print("not run, each with `make test SUITE=…`:")
         for name, suite in SUITES.items():
-            if name not in ("default", "fast"):
+            if name not in ("fast", *words):
                 print(f"  {name:<14} {suite.says} (needs {suite.needs})")
     return max(codes)
 

@@ -33,14 +33,16 @@ cleanup() {
   fi
   exit "$status"
 }
-# have IMAGE: whether it is there, or a registry is that has it; what was pulled is gone afterwards, too.
-have() {
-  docker image inspect "$1" > /dev/null 2>&1 && return
-  timeout 60 docker pull -q "$1" > /dev/null 2>&1 && made+=("$1")
+# have IMAGE: whether it is there.
+have() { docker image inspect "$1" > /dev/null 2>&1; }
+# have_or_pull IMAGE OURS: whether it is there, or a registry is that has it; none is asked where an earlier run has made OURS in its place.
+have_or_pull() {
+  have "$1" && return
+  ! have "$2" && timeout 60 docker pull -q "$1" > /dev/null 2>&1 && made+=("$1")
 }
 # make_image NAME COMMAND…: makes an image that is gone afterwards, unless it is there.
 make_image() {
-  docker image inspect "$1" > /dev/null 2>&1 && return
+  have "$1" && return
   made+=("$1")
   "${@:2}" > /dev/null
 }
@@ -72,11 +74,11 @@ if ! docker version > /dev/null 2>&1 || ! docker compose version > /dev/null 2>&
   docker images --quiet --filter reference='lockstep-test*' | xargs --no-run-if-empty docker image rm --force > /dev/null
 fi
 
-if [ -z "${BASE_IMAGE:-}" ] && ! have python:3.11-slim-bookworm; then
+if [ -z "${BASE_IMAGE:-}" ] && ! have_or_pull python:3.11-slim-bookworm lockstep-base:bookworm; then
   export BASE_IMAGE=lockstep-base:bookworm
   ROOTFS_CACHE=$cache/bookworm-rootfs.tar make_image "$BASE_IMAGE" "$here/base-image.sh" "$BASE_IMAGE"
 fi
-if [ -z "${PROMETHEUS_IMAGE:-}" ] && ! have prom/prometheus:v3.5.0; then
+if [ -z "${PROMETHEUS_IMAGE:-}" ] && ! have_or_pull prom/prometheus:v3.5.0 lockstep-prometheus:debian; then
   export PROMETHEUS_IMAGE=lockstep-prometheus:debian
   make_image "$PROMETHEUS_IMAGE" docker build -q -t "$PROMETHEUS_IMAGE" ${BASE_IMAGE:+--build-arg BASE_IMAGE="$BASE_IMAGE"} - < "$here/services.Dockerfile"
 fi

@@ -59,15 +59,3 @@ def test_a_run_checks_itself_and_ends_where_a_rank_drifts_apart(tiny: list[str],
     done = gang(2, *words, "--run-dir", str(tmp_path / "bad"), env=clean_env(LOCKSTEP_TEST_FATE="1:6:DRIFT"))
     assert done.code == 1 and "after step 8: head.bias on rank 1 differs" in done.output, done.output
     assert "Traceback" not in done.output and "head.bias on rank 1" in (tmp_path / "bad/status.json").read_text()
-
-
-@pytest.mark.parametrize("every", [1, 100])
-def test_a_run_that_is_apart_after_its_first_steps_ends_before_it_saves(
-    tiny: list[str], tmp_path: Path, every: int
-) -> None:
-    """The user has not asked for a check. The digests travel with the ranks' other requests, or before the first save."""
-    words = ("run", "smoke", "--set", *tiny, "model=tests.nets:Dying", f"checkpoint.every_steps={every}")
-    done = gang(2, *words, "--run-dir", str(tmp_path / "bad"), env=clean_env(LOCKSTEP_TEST_FATE="1:2:DRIFT"))
-    assert done.code == 1 and "head.bias on rank 1 differs" in done.output and "Traceback" not in done.output, done
-    saved = [path.name for path in (tmp_path / "bad").glob("checkpoints/step-*")]
-    assert len(saved) == (1 if every == 1 else 0), saved  # of the step before

@@ -22,7 +22,7 @@ class OwnJob:
         self, run_dir: Path, ranks: int, kind: str = "batches", *words: str, grace: float = GRACE, **variables: str
     ) -> None:
         self.run_dir, self.ranks, self.grace = run_dir, ranks, grace
-        self.words = [SCRIPT, str(run_dir), kind, "checkpoint.every_steps=2", "checkpoint.keep=50", *words]
+        self.words = [SCRIPT, str(run_dir), kind, "checkpoint.every_steps=4", "checkpoint.keep=50", *words]
         self.variables = {"LOCKSTEP_THREADS": "1", **variables}
 
     def started(self, **extra: str) -> Any:

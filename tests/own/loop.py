@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lockstep import Session
 from tests.nets import Dying, DyingPlain
+from tests.product import SGD
 
 EXACT = os.environ.get("LOOP_EXACT") == "1"
 BATCH = int(os.environ.get("LOOP_BATCH", "24"))
@@ -89,10 +90,10 @@ def main(run: Session, kind: str) -> None:
     network = Two(body) if HARD else body
     model = run.replicate(network, example=data.images[:2])
     if HARD:
-        optimizer = run.optimizer(lambda _: torch.optim.SGD(network.body.parameters(), lr=0.05, momentum=0.9), "body")
+        optimizer = run.optimizer(lambda _: SGD(network.body.parameters(), lr=0.05, momentum=0.9), "body")
         run.optimizer(lambda _: torch.optim.Adam([network.bias], lr=0.01), "bias")
     else:
-        optimizer = run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9))
+        optimizer = run.optimizer(lambda parameters: SGD(parameters, lr=0.05, momentum=0.9))
     run.average(0.9, every=3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=1000)
     own = Resumable(data, BATCH // run.size, run.rank, run.size)

@@ -38,7 +38,7 @@ class Drawn(torch.nn.Dropout):
         if self.training:
             drawn.append(float(((y == 0).float() * torch.arange(y.numel()).view(y.shape)).sum()))
         return y
-with Session(run_dir, "checkpoint.every_steps=2", "checkpoint.keep=50", *words, config={"name": "function"}) as run:
+with Session(run_dir, "checkpoint.every_steps=100", *words, config={"name": "function"}) as run:
     torch.manual_seed(3)
     norm = torch.nn.BatchNorm1d(8) if how["norm"] else torch.nn.Identity()
     model = run.replicate(torch.nn.Sequential(torch.nn.Linear(6, 8), norm, Shift(), Drawn(how["dropout"]), torch.nn.Linear(8, 3)))

@@ -67,6 +67,7 @@ def test_a_run_that_is_disturbed_once_resumes_to_the_same_bits(calm: Calm, tmp_p
 def test_a_signal_to_every_process_of_the_job(calm: Calm, tmp_path: Path) -> None:
     """As a cluster sends it: the processes of a loader get it too, and must not take their rank along."""
     disturbed = job(tmp_path / "run", "flat", 2, "loader", LOOP_WORKERS="2")
+    disturbed.words.append("checkpoint.every_steps=2")  # step 10 is within an epoch: the loader's processes live
     with disturbed.started(LOCKSTEP_TEST_FATE="1:11:DELAY") as gang:
         poll((tmp_path / "run/checkpoints/step-00000010/manifest.json").exists, 240, "a checkpoint")
         pids = gang.pids()

@@ -23,6 +23,7 @@ PUBLIC = {
 """Modules that the documentation tells users to import from; `lockstep` itself besides."""
 AS_THEY_ARE = {
     "JobSpec": "jobs.spec.model:JobSpec",
+    "SGD": "training.optim.base:SGD",  # torch's, which does not import its compiler: two CPU seconds of a fresh interpreter
     "Status": "jobs.status:Status",
     "Streams": "jobs.process:Streams",  # for a backend's `execute`: three descriptors
     "Unreachable": "jobs.status:Unreachable",

@@ -1,9 +1,10 @@
-"""`start(words)`: `python WORDS`, forked from a server of this test process; the same to a test as a `subprocess.Popen`."""
+"""`start(words)`: `python WORDS`, forked from a server of this test run; the same to a test as a `subprocess.Popen`."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import hashlib
 import json
 import os
 import select
@@ -90,7 +91,7 @@ def members(session: int) -> list[int]:
 
 
 class _Server:
-    """A server of this test process. It ends with it, whatever ends it.
+    """A connection to the server of this test run: its first process that needs one starts it, the others use it, too.
 
     Args:
         preload: a library that is loaded before all others, which no fork can make up for; "" for none.
@@ -98,18 +99,22 @@ class _Server:
 
     def __init__(self, preload: str) -> None:
         self.lock = threading.Lock()
-        self.requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # More than one thread is loaded with, and the server may not have: OpenMP's, OpenBLAS's.
-        one = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        one["OMP_WAIT_POLICY"] = "PASSIVE"
-        one |= {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "default", "CUDA_VISIBLE_DEVICES": ""}
-        env = {**os.environ, **one}
-        env.update({"LD_PRELOAD": preload} if preload else {})
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-u", "-m", "tests.warm.server", str(theirs.fileno())], cwd=ROOT, env=env,
-                pass_fds=[theirs.fileno()], start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-            )  # fmt: skip
+        run = os.environ.get("PYTEST_XDIST_TESTRUNUID") or str(os.getpid())
+        name = "\0lockstep-warm-" + hashlib.sha256(f"{ROOT} {run} {preload}".encode()).hexdigest()
+        deadline = time.monotonic() + _BOUND
+        while True:
+            self.requests = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            try:
+                self.requests.connect(name)
+                break
+            except ConnectionRefusedError:  # nobody has it; or who has it does not listen yet, and so the loop
+                self.requests.close()
+                assert time.monotonic() < deadline, "no server of ranks came"
+                with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, contextlib.suppress(OSError):
+                    listener.bind(name)
+                    listener.listen(64)
+                    _start_server(listener, preload)
+                time.sleep(0.01)
         atexit.register(self.close)
 
     def fork(self, words: list[str], env: dict[str, str], output: int, error: int | None, cwd: Path) -> Process:
@@ -124,14 +129,31 @@ class _Server:
         return Process(words, heard)
 
     def close(self) -> None:
-        """Returns when the server is gone, and what it has forked."""
+        """Returns when what this process had forked is gone. The server ends with the last process that uses it."""
         with contextlib.suppress(OSError):  # the server is gone already
             self.requests.shutdown(socket.SHUT_WR)
-        self.process.wait(60)
+            self.requests.settimeout(60)
+            self.requests.recv(1)
         self.requests.close()
 
 
+def _start_server(listener: socket.socket, preload: str) -> None:
+    # More than one thread is loaded with, and the server may not have: OpenMP's, OpenBLAS's.
+    one = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    one["OMP_WAIT_POLICY"] = "PASSIVE"
+    one |= {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "default", "CUDA_VISIBLE_DEVICES": ""}
+    env = {**os.environ, **one}
+    env.update({"LD_PRELOAD": preload} if preload else {})
+    _started.append(
+        subprocess.Popen(
+            [sys.executable, "-u", "-m", "tests.warm.server", str(listener.fileno())], cwd=ROOT, env=env,
+            pass_fds=[listener.fileno()], start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+        )
+    )  # fmt: skip
+
+
 _servers: dict[str, _Server] = {}
+_started: list[subprocess.Popen[bytes]] = []
 _starting = threading.Lock()
 
 

@@ -1,6 +1,6 @@
 """python -u -m tests.warm.server FD
 
-Forks a Python process for each request that comes over the socket FD. Importing torch and the package costs 2.3 seconds of
+Forks a Python process for each request that comes over a connection to the socket FD. Importing torch and the package costs 2.3 seconds of
 CPU time, a fork some milliseconds. A forked process is like one from a shell: it has its own session, and the requested
 signals, standard streams, variables, folder, arguments and `__main__`. It ends by itself with its own exit code, output and
 exit functions. Two things differ: its output is not buffered, and the interpreter is not torn down.
@@ -24,6 +24,7 @@ import runpy
 import select
 import signal
 import socket
+import struct
 import sys
 import tempfile
 import threading
@@ -91,12 +92,13 @@ def _threads() -> int:
 
 
 class Server:
-    """Accepts the requests of a test process, forks, and tells each process's end over the pipe that came with its request."""
+    """Accepts the requests of the processes of a test run, forks, and tells each process's end over the pipe that came with its request."""
 
-    def __init__(self, requests: socket.socket) -> None:
-        self.requests = requests
-        self.running: dict[int, int] = {}
-        """Process → the pipe that hears of its end."""
+    def __init__(self, listener: socket.socket) -> None:
+        self.listener = listener
+        self.clients: list[socket.socket] = []
+        self.running: dict[int, tuple[int, socket.socket]] = {}
+        """Process → the pipe that hears of its end, and who has asked for it."""
         self._woken, waker = os.pipe()
         for end in (self._woken, waker):
             os.set_blocking(end, False)
@@ -106,18 +108,25 @@ class Server:
     def serve(self) -> Callable[[], None]:
         """Returns in each child, with the child's work; never in the server."""
         while True:
-            ready, _, _ = select.select([self.requests, self._woken], [], [])
+            ready, _, _ = select.select([self.listener, self._woken, *self.clients], [], [])
             if self._woken in ready:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._woken, 4096)
                 self._reap()
-            if self.requests in ready and (task := self._take()) is not None:
-                return task
+            if self.listener in ready:
+                client, _ = self.listener.accept()
+                user = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
+                if user == os.getuid():  # all users can read the name of the socket
+                    self.clients.append(client)
+            for client in self.clients[:]:
+                if client in ready and (task := self._take(client)) is not None:
+                    return task
 
-    def _take(self) -> Callable[[], None] | None:
-        message, passed = receive(self.requests)
+    def _take(self, client: socket.socket) -> Callable[[], None] | None:
+        message, passed = receive(client)
         if not message:
-            self._end()
+            self._leave(client)
+            return None
         request = json.loads(message)
         *streams, told = passed
         if _threads() != 1:
@@ -127,10 +136,12 @@ class Server:
             pid = os.fork()
             if pid == 0:
                 signal.set_wakeup_fd(-1)
-                self.requests.detach()  # closed below
+                for each in (self.listener, *self.clients):
+                    each.detach()  # closed below
                 return become(request, streams)
-            self.running[pid] = told
-            os.write(told, f"started {pid}\n".encode())
+            self.running[pid] = told, client
+            with contextlib.suppress(BrokenPipeError):  # the test process is gone, which `_leave` hears next
+                os.write(told, f"started {pid}\n".encode())
         for stream in streams:
             os.close(stream)
         return None
@@ -140,18 +151,22 @@ class Server:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 return
-            told = self.running.pop(pid)
+            told, _ = self.running.pop(pid)
             with contextlib.suppress(BrokenPipeError):  # no test waits any more
                 os.write(told, f"ended {os.waitstatus_to_exitcode(status)}\n".encode())
             os.close(told)
 
-    def _end(self) -> NoReturn:
-        """The test process is gone, perhaps killed: so is what it started, and the server."""
-        for pid in self.running:
+    def _leave(self, client: socket.socket) -> None:
+        """A test process is gone, perhaps killed: so is what it started, and with the last one the server."""
+        for pid, (_, by) in self.running.items():
             for kill in (os.killpg, os.kill):  # a process that was forked just now has not its own group yet
                 with contextlib.suppress(ProcessLookupError):
-                    kill(pid, signal.SIGKILL)
-        os._exit(0)
+                    if by is client:
+                        kill(pid, signal.SIGKILL)
+        self.clients.remove(client)
+        if not self.clients:
+            os._exit(0)
+        client.close()
 
 
 def become(request: dict[str, Any], streams: list[int]) -> Callable[[], None]:
