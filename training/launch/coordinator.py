@@ -336,7 +336,7 @@ class Coordinator(WorkerGroup):
                     to_stderr(
                         f"launch: the replacement of rank {worker.rank} {how(code)}: the others train on without it"
                     )
-        self._hangs.look([worker.rank for worker in self._workers if self._running.get(worker.rank) == worker])
+        self._hangs.look([worker.rank for worker in self.workers.running if self._running.get(worker.rank) == worker])
         return ended, events
 
     def _end(self, failed: Mapping[int, int]) -> dict[int, int]:

@@ -107,7 +107,7 @@ class NodeAgent(WorkerGroup):
             if time.monotonic() - looked > STOPPED_SECONDS:
                 link.heard_before(self._lease / 2)
             self._codes += [(worker.rank, worker.replacement, *how) for worker, how in ended.items()]
-            self._hangs.look([worker.rank for worker in self._workers])
+            self._hangs.look([worker.rank for worker in self.workers.running])
             if link.foreign:
                 raise CannotMeet(f"the nodes did not meet at {self.meeting.endpoint}: {FOREIGN}", EXIT_USAGE)
             if link.silent(self._lease):
