@@ -22,7 +22,7 @@ import torch
 from pydantic import AfterValidator, Field
 
 from .. import files
-from ..bucket import Bucket, Damaged, as_user_error
+from ..bucket import Bucket, as_user_error
 from ..config import Data, settings
 from ..config.settings import Section
 from ..contract import UserError
@@ -186,26 +186,15 @@ class Manifest(Section):
 
     def _fetched(self, bucket: Bucket, shard: Shard, verify: bool) -> Path:
         """Returns a shard's file on this disk. Fetches it if it is missing, or with `verify` if it has changed."""
-        path, place = self.directory / shard.sha256, f"{bucket.url}/{shard.file}"
-        largest = shard.count * (math.prod(self.shape) * self.dtype.itemsize + 8) + 8 + _MAX_HEADER
+        path = self.directory / shard.sha256
         with as_user_error("data.shards cannot be used"):
-            try:
-                if path.exists() and not (verify and files.difference(path, shard.sha256)):
-                    return path
-                self.directory.mkdir(parents=True, exist_ok=True)
-                if (size := bucket.size(shard.file)) > largest:
-                    raise CorruptShard(f"{place} has {size} bytes, at most {largest} were expected")
-                with files.replacing(path) as staging:
-                    bucket.fetch(shard.file, size, path.name, staging)
-            except Damaged as error:
-                raise CorruptShard(str(error)) from None
-            except OSError as error:
-                if error.errno is None:  # of the bucket
-                    raise
-                raise UserError(
-                    f"cannot keep {place} in {self.directory} ({error.strerror}): remove shards that no run needs, or set data.root to a "
-                    "folder with more space"
-                ) from None
+            if path.exists() and not (verify and files.difference(path, shard.sha256)):
+                return path
+            self.directory.mkdir(parents=True, exist_ok=True)
+            with files.replacing(path) as staging:
+                bucket.fetch(shard.file, staging)
+                if different := files.difference(staging, shard.sha256):
+                    raise CorruptShard(f"{bucket.url}/{shard.file} {different}")
         return path
 
 
