@@ -68,7 +68,7 @@ def made(root: Path, size: int, workers: int) -> tuple[Manifest, float]:
 
 def epoch_of(manifest: Manifest, resident: str) -> Callable[[], None]:
     count = manifest.count("train")
-    stored = Stored(Samples.open(manifest, "train", 0, count), World(), 0, resident)
+    stored = Stored(Samples.open(manifest, "train"), World(), 0, resident)
     batches = Batches(stored, Division(count, BATCH, World(), 0, uneven="drop"))
 
     def run() -> None:

@@ -53,7 +53,7 @@ def _samples(path: Path, verify: bool = True) -> Any:
     manifest = _shards.Manifest.read(path)
     for shard in manifest.splits["train"]:
         manifest.file(shard, verify)
-    return _shards.Samples.open(manifest, "train", 0, manifest.count("train"))
+    return _shards.Samples.open(manifest, "train")
 
 
 def _read_weights(path: Path, into: Any = None) -> Any:

@@ -86,7 +86,7 @@ def sharded(folder: Path, train: Any, test: Any, classes: list[str], files: int 
 
 def split(made: Any, name: str) -> tuple[Any, Any]:
     """(samples, labels) of a split of shards, as numpy arrays."""
-    samples, labels = _shards.Samples.open(made, name, 0, made.count(name)).all()
+    samples, labels = _shards.Samples.open(made, name).all()
     return samples.numpy(), labels.numpy()
 
 

@@ -4,20 +4,19 @@ Samples are uint8 images [n, h, w, c] or float32 feature vectors [n, f]; the ten
 
 manifest = shard_writer.prepare(config.data)                    # finds them, or makes them once a node under a file lock.
 manifest.file(manifest.splits["train"][0], verify=True)   # matches its sha256; a bucket's file is downloaded.
-samples = Samples.open(manifest, "train", low, high)      # opens only the files that hold ids low … high − 1.
+samples = Samples.open(manifest, "train")                 # maps its files.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
-import math
-import mmap
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+import safetensors
 import torch
 from pydantic import AfterValidator, Field
 
@@ -26,13 +25,10 @@ from ..bucket import Bucket, as_user_error
 from ..config import Data, settings
 from ..config.settings import Section
 from ..contract import UserError
-from ..parallel.packing import DTYPE_NAMES
 
 MANIFEST = "manifest.json"
 SPLITS = ("train", "test")
 MAX_MANIFEST = 16 << 20
-_MAX_HEADER = 1 << 20
-"""Most bytes of a file's header, which lists its tensors."""
 _NEAR = 0.02
 """Difference of two means or deviations that changes no training."""
 _MEND = "make the shards again (python -m lockstep.training shard)"
@@ -157,14 +153,6 @@ class Manifest(Section):
         value = {**json.loads(text), "directory": directory}
         return settings.build(cls, value, f"{place} is malformed ({_MEND})")
 
-    def overlapping(self, split: str, low: int, high: int) -> Iterator[tuple[int, Shard]]:
-        """Yields (first id, shard) of the shards that hold any of the ids `low` … `high` − 1."""
-        start = 0
-        for shard in self.splits[split]:
-            if start < high and low < start + shard.count:
-                yield start, shard
-            start += shard.count
-
     def file(self, shard: Shard, verify: bool = False) -> Path:
         """Returns a shard's file. Fetches it if it is in a bucket and not on this disk.
 
@@ -198,95 +186,58 @@ class Manifest(Section):
         return path
 
 
-class _Mapped:
-    """A safetensors file of samples and labels, mapped into memory.
-
-    Raises `OSError`; anything that `files.reading` explains for a file that is another one.
-    """
-
-    def __init__(self, path: Path, count: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        with files.regular(path) as file:
-            size = int.from_bytes(file.read(8), "little")
-            self._head = json.loads(file.read(min(size, _MAX_HEADER)))
-            # Copy-on-write: torch has no read-only tensors. Nothing here writes, so no page is copied.
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        self._begin = 8 + size
-        self.samples = self._tensor("images", (count, *shape), dtype)
-        self.labels = self._tensor("labels", (count,), torch.int64).clone()
-
-    def _tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        low, size = self._head[name]["data_offsets"][0], math.prod(shape) * dtype.itemsize
-        about = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [low, low + size]}
-        if self._head[name] != about or low < 0:
-            raise ValueError(f"its {name} are not {dtype} {list(shape)}, as the manifest says")
-        return torch.frombuffer(self._map, dtype=dtype, count=math.prod(shape), offset=self._begin + low).view(shape)
-
-    def give_back(self) -> None:
-        """Returns the pages that were read to the kernel. A later read brings them back, mostly from the kernel's cache."""
-        if hasattr(mmap, "MADV_DONTNEED"):
-            self._map.madvise(mmap.MADV_DONTNEED)
-
-
 @dataclass(slots=True)
 class Samples:
-    """The samples with ids `low` … `high` − 1 of one split, from files that are mapped into memory, not read.
+    """The samples of one split, from files that are mapped into memory, not read."""
 
-    `take` gives the pages that it has read back to the kernel.
-    """
-
-    low: int
-    high: int
     starts: list[int]
-    mapped: list[_Mapped]
+    """The first id of each file."""
+    files: list[tuple[torch.Tensor, torch.Tensor]]
+    """(samples, labels) of each file."""
 
     def __len__(self) -> int:
-        return self.high - self.low
+        return sum(len(labels) for _, labels in self.files)
 
     @property
     def num_bytes(self) -> int:
-        return sum(file.samples.numel() * file.samples.element_size() for file in self.mapped)
+        return sum(samples.nbytes for samples, _ in self.files)
 
     @classmethod
-    def open(cls, manifest: Manifest, split: str, low: int, high: int) -> Samples:
-        """Opens the files that hold any of these ids. Raises `UserError` for one that is missing, or not of the manifest's shapes."""
-        shards = list(manifest.overlapping(split, low, high))
-        return cls(low, high, [start for start, _ in shards], [_opened(manifest, shard) for _, shard in shards])
+    def open(cls, manifest: Manifest, split: str) -> Samples:
+        """Opens the files of a split. Raises `UserError` for one that is missing, or not of the manifest's shapes."""
+        shards = manifest.splits[split]
+        starts = [0, *itertools.accumulate(shard.count for shard in shards[:-1])]
+        return cls(starts, [_opened(manifest, shard) for shard in shards])
 
     def take(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (samples [b, …], labels [b]) of global ids, gathered on the CPU."""
-        first = self.mapped[0].samples
-        if len(self.mapped) == 1:
-            rows = ids - self.starts[0]
-            images, labels = first[rows], self.mapped[0].labels[rows]
-        else:
-            images = torch.empty((len(ids), *first.shape[1:]), dtype=first.dtype)
-            labels = torch.empty(len(ids), dtype=torch.int64)
-            for start, some_images, some_labels in self._files():
-                inside = (ids >= start) & (ids < start + len(some_labels))
-                images[inside] = some_images[ids[inside] - start]
-                labels[inside] = some_labels[ids[inside] - start]
-        for file in self.mapped:
-            file.give_back()
+        first, its_labels = self.files[0]
+        if len(self.files) == 1:
+            return first[ids], its_labels[ids]
+        images = torch.empty((len(ids), *first.shape[1:]), dtype=first.dtype)
+        labels = torch.empty(len(ids), dtype=torch.int64)
+        for start, (some_images, some_labels) in zip(self.starts, self.files):
+            inside = (ids >= start) & (ids < start + len(some_labels))
+            images[inside] = some_images[ids[inside] - start]
+            labels[inside] = some_labels[ids[inside] - start]
         return images, labels
 
     def all(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns (images, labels) of all ids in their order, without a copy if one file holds them."""
-        pieces = []
-        for start, images, labels in self._files():
-            window = slice(max(self.low - start, 0), min(self.high - start, len(labels)))
-            pieces.append((images[window], labels[window]))
-        if len(pieces) == 1:
-            return pieces[0]
-        return torch.cat([images for images, _ in pieces]), torch.cat([labels for _, labels in pieces])
-
-    def _files(self) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        return ((start, file.samples, file.labels) for start, file in zip(self.starts, self.mapped))
+        """Returns (samples, labels) of all ids in their order, without a copy if one file holds them."""
+        if len(self.files) == 1:
+            return self.files[0]
+        return torch.cat([images for images, _ in self.files]), torch.cat([labels for _, labels in self.files])
 
 
-def _opened(manifest: Manifest, shard: Shard) -> _Mapped:
+def _opened(manifest: Manifest, shard: Shard) -> tuple[torch.Tensor, torch.Tensor]:
+    """Maps a file of samples and labels. Raises `CorruptShard` if it is not of the manifest's shapes."""
     path = manifest.file(shard)
-    with files.reading(path, CorruptShard, f": {_MEND}"):
-        mapped = _Mapped(path, shard.count, manifest.shape, manifest.dtype)
-        if int(mapped.labels.min()) < 0 or int(mapped.labels.max()) >= len(manifest.classes):
+    with files.reading(path, CorruptShard, f": {_MEND}"), files.regular(path):
+        with safetensors.safe_open(path, "pt") as file:
+            images, labels = file.get_tensor("images"), file.get_tensor("labels")
+        expected = (manifest.dtype, (shard.count, *manifest.shape), torch.int64, (shard.count,))
+        if (images.dtype, tuple(images.shape), labels.dtype, tuple(labels.shape)) != expected:
+            raise ValueError(f"it holds {images.dtype} {list(images.shape)}, not {expected[0]} {list(expected[1])}")
+        if int(labels.min()) < 0 or int(labels.max()) >= len(manifest.classes):
             raise ValueError(f"it has labels outside 0 … {len(manifest.classes) - 1}")
-    return mapped
+    return images, labels

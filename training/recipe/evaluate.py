@@ -48,7 +48,7 @@ class Score:
 
 
 class Evaluator:
-    """Scores weights on the test split. A rank opens only the files of its contiguous share, and keeps it."""
+    """Scores weights on the test split. A rank keeps its contiguous share of the samples."""
 
     def __init__(self, config: Config, world: World, manifest: Manifest) -> None:
         """The ranks of the node have verified the files of the test split already."""
@@ -63,12 +63,9 @@ class Evaluator:
         self._place = world.rank, world.size
         first, end = order.bounds(self._count, *self._place)
         self._first, low, high = first, first * self._most, min(end * self._most, self._manifest.count("test"))
-        self._images, self._labels = torch.empty(0), torch.empty(0)
-        if high > low:
-            samples = Samples.open(self._manifest, "test", low, high)
-            self._images, self._labels = samples.all()
-            if fits(samples, world):
-                self._images, self._labels = self._images.to(world.device), self._labels.to(world.device)
+        self._images, self._labels = Samples.open(self._manifest, "test").take(torch.arange(low, max(low, high)))
+        if fits(self._images.nbytes, world):
+            self._images, self._labels = self._images.to(world.device), self._labels.to(world.device)
 
     def _batches(self, numbers: list[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         if self._place != (self.world.rank, self.world.size):

