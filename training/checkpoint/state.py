@@ -204,21 +204,12 @@ def _load(objects: dict[str, Stateful], states: dict[str, Any]) -> None:
 
 def check_tree(tree: Any, place: str) -> None:
     """Raises a `TypeError` that names the first value that no checkpoint can hold, and its place."""
-    if isinstance(tree, Mapping):
-        for key, value in tree.items():
-            check_tree(value, f"{place}[{key!r}]")
-    elif isinstance(tree, (list, tuple)):
-        for number, value in enumerate(tree):
-            check_tree(value, f"{place}[{number}]")
-    else:
-        try:
-            split(tree)
-        except TypeError:
-            type_name = f"{getattr(tree, 'dtype', '')} {type(tree).__name__}".strip()
-            raise TypeError(
-                f"{place} is a {type_name}, which no checkpoint can hold: use tensors, numpy arrays of numbers, numbers, "
-                "texts, lists and dictionaries"
-            ) from None
+    try:
+        split(tree)
+    except TypeError as error:
+        raise TypeError(
+            f"{place}/{error}: use tensors, numpy arrays of numbers, numbers, texts, lists and dictionaries"
+        ) from None
 
 
 @dataclass(slots=True)
