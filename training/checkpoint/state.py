@@ -19,7 +19,7 @@ from torch import nn
 from .. import generators
 from ..observe.steps import StepClock
 from ..optim.ema import Ema
-from ..parallel.exchange import all_gather_trees, all_reduce, broadcast_tree, gather_trees, scatter_trees
+from ..parallel.exchange import all_gather_trees, broadcast_tree, gather_trees, scatter_trees
 from ..parallel.names import plain, plain_name
 from ..parallel.packing import split
 from ..parallel.world import World
@@ -402,21 +402,10 @@ def mean_of(buffers: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return means
 
 
-@torch.no_grad()
 def averaged_buffers(model: nn.Module, world: World) -> dict[str, torch.Tensor]:
-    """Returns copies of the model's buffers, averaged over the ranks. The model's buffers stay unchanged. Collective."""
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    floating = [buffer for buffer in buffers.values() if buffer.is_floating_point()]
-    if world.size > 1 and floating:
-        flat = torch.cat([buffer.reshape(-1).double() for buffer in floating])
-        if flat.is_cuda:
-            dist.all_reduce(flat)
-        else:
-            flat = all_reduce(flat, world)
-        flat /= world.size
-        for buffer, piece in zip(floating, flat.split([buffer.numel() for buffer in floating])):
-            buffer.copy_(piece.view(buffer.shape))
-    return buffers
+    """Returns the mean of the model's buffers over the ranks (`mean_of`), on the CPU. The model's buffers stay unchanged. Collective."""
+    ranks = gather_trees({name: buffer.cpu() for name, buffer in model.named_buffers()}, world)
+    return dict(broadcast_tree(None if ranks is None else mean_of(ranks), world))
 
 
 @torch.no_grad()
