@@ -115,18 +115,19 @@ class UserState:
 
     def capture(self, device: torch.device) -> dict[str, Any]:
         """Returns the states of the program's generators and of the script's (`restore` takes them)."""
-        own = {name: generators.state_of(generator) for name, generator in self.generators.items()}
-        return {**generators.capture(device), "own": own}
+        process = {name: generators.state_of(one) for name, one in generators.of_process(device).items()}
+        return {**process, "own": {name: generators.state_of(one) for name, one in self.generators.items()}}
 
     def restore(self, states: dict[str, Any], device: torch.device) -> None:
         """Restores the states from `capture`; a generator without a saved state keeps its own. Raises `ValueError`, `TypeError`."""
-        generators.restore(states, device)
-        for name in self.generators.keys() & states.get("own", {}).keys():
-            self._give(name, states["own"][name])
+        for present, saved in ((generators.of_process(device), states), (self.generators, states["own"])):
+            for name in present.keys() & saved.keys():
+                self._give(name, present[name], saved[name])
 
-    def _give(self, name: str, state: Any) -> None:
+    @staticmethod
+    def _give(name: str, generator: Any, state: Any) -> None:
         try:
-            generators.set_state(self.generators[name], state)
+            generators.set_state(generator, state)
         except (ValueError, TypeError, KeyError, RuntimeError) as error:
             raise ValueError(f"{name} is a generator of another kind than the one that was saved, {error}") from error
 
@@ -147,7 +148,7 @@ class UserState:
             if states[name] is None or any(others.get(name) != mine[name] for others in prints):
                 anew.append(name)
             else:
-                self._give(name, states[name])
+                self._give(name, self.generators[name], states[name])
         return anew
 
     def has(self, wanted: object) -> bool:
@@ -370,7 +371,7 @@ def _merged(ranks: list[dict[str, Any]], sync: GradientSync) -> dict[str, Any]:
     """
     try:
         losses = [rank["losses"] for rank in ranks]
-        first, *others = [rank["rng"].get("own", {}) for rank in ranks]
+        first, *others = [rank["rng"]["own"] for rank in ranks]
         alike = {
             name
             for name, saved in first.items()

@@ -45,7 +45,8 @@ MANIFEST = "manifest.json"
 STATE = "state.json"
 TENSORS = "state.safetensors"
 MAX_STATE_BYTES = 64 << 20
-"""Limit of `STATE`: 7 kB a rank for its generator's state, and 100 bytes a buffer, so 8,000 ranks of a small network."""
+"""Limit of `STATE`: 14 kB a rank for numpy's generator, now and at the epoch's beginning, and 100 bytes a buffer: 4,000 ranks of a small
+network."""
 MAX_HEADER_BYTES = 100_000_000
 """Limit of the header of `TENSORS`, by the safetensors library: about a million tensors."""
 FORMAT = 3
