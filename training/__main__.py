@@ -16,7 +16,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -99,7 +98,6 @@ def _parser() -> argparse.ArgumentParser:
     fetch.add_argument(
         "out", type=Path, metavar="DIR", help="a new directory, for the commands that take a run directory"
     )
-    _add_which(fetch)
     fetch.set_defaults(action=_fetch)
 
     settings = commands.add_parser("settings", help=COMMANDS["settings"])
@@ -203,7 +201,7 @@ def _fetch(args: argparse.Namespace) -> int:
         raise UserError(f"{args.out} exists already: choose another directory")
     with as_user_error(f"{args.url} cannot be read", EXIT_UNREACHABLE), replacing(args.out) as staging:
         staging.mkdir(parents=True)
-        ObjectStore(args.url).download(staging, partial(_wanted, args, staging), to_stderr)
+        ObjectStore(args.url).download(staging, to_stderr)
     print(printable(str(args.out)))
     return EXIT_DONE
 

@@ -1,30 +1,18 @@
-"""A bucket: the requests to it, and the layout of a run in it. Imports no torch.
-
-    PREFIX/head                             a JSON object (`Head`): the attempt that may write, the settings, the files.
-    PREFIX/<commit>/step-00000100/<file>    the files of a checkpoint, as on a disk.
-    PREFIX/<commit>/run/files.zip           files of the run directory.
-
-`checkpoint/object_store.py` writes them, and has the protocol.
-"""
+"""The requests to a bucket. Imports no torch. `checkpoint/object_store.py` has the layout of a run in a bucket."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import re
 from collections.abc import Collection, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal, TypeAlias
-
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from typing import Any, BinaryIO, TypeAlias
 
 from . import extras, files
 from .contract import BUCKET_URL, EXIT_FAILED, UserError, printable
 
-HEAD = "head"
-MAX_HEAD_BYTES = 4 << 20
 _PART = 16 << 20
 """Bytes of a request: that bounds the memory, in which an upload has `_AT_ONCE`. An answer has to arrive within the client's time-out:
 that of a whole object does not."""
@@ -33,69 +21,12 @@ _BACKOFF: Any = {"init_backoff": timedelta(seconds=0.5), "base": 3, "max_backoff
 """Pauses between the tries of a request, 7 to 10 s in all. obstore's own end after 1 to 2 s, before a gateway has restarted."""
 _MAX_PARTS = 9000
 """S3 takes 10,000 parts of an object."""
-_NO_CREDENTIALS = re.compile(r"169\.254\.|latest/api/token|computeMetadata|Account must be specified")
-"""Errors of obstore where neither the environment nor the machine has credentials."""
 Tag: TypeAlias = Any
 """The version of an object that a conditional write compares: an entity tag, a generation."""
-KEY = r"[0-9a-f]{32}/[a-z0-9-]{1,40}/[a-z][a-z0-9./-]{0,60}"
-"""The keys of files that attempts send."""
-_Token = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
-_Size = Annotated[int, Field(ge=0, lt=1 << 60)]
 
 
 class Damaged(OSError):
     """An object differs from what was sent."""
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-class File(_Strict):
-    """A file in the bucket."""
-
-    key: Annotated[str, Field(pattern=f"^{KEY}$")]
-    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-    bytes: _Size
-
-
-class CheckpointEntry(_Strict):
-    """A checkpoint in the bucket: its files by their names on a disk, and its score by the rule `score_of`."""
-
-    step: _Size
-    files: dict[Annotated[str, Field(pattern=r"^[a-z][a-z.]{0,40}$")], File]
-    score: float | None
-    score_of: str
-
-
-class Head(_Strict):
-    """The content of `head`: one commit. `commit` is drawn anew each time; `sha256` is the digest of the other fields."""
-
-    format: Literal[4] = 4
-    run: _Token
-    holder: _Token
-    commit: _Token
-    fresh: str = ""
-    """The word of `--fresh` with which the run was begun."""
-    checkpoints: list[CheckpointEntry] = []
-    """Newest first."""
-    run_yaml: str = ""
-    """The settings of the run; empty: nothing is committed yet."""
-    run_files: File | None = None
-    """An archive of other files of the run directory, as of this commit."""
-    sha256: str = ""
-
-    def seal(self) -> str:
-        return hashlib.sha256(self.model_dump_json(exclude={"sha256"}).encode()).hexdigest()
-
-    def text(self) -> bytes:
-        return self.model_copy(update={"sha256": self.seal()}).model_dump_json().encode()
-
-    @property
-    def keys(self) -> set[str]:
-        """The keys of all files that it names."""
-        checkpoints = [file for entry in self.checkpoints for file in entry.files.values()]
-        return {file.key for file in [*checkpoints, self.run_files] if file is not None}
 
 
 class Bucket:
@@ -141,23 +72,8 @@ class Bucket:
                 raise OSError(f"{self.url}/{key}: there is no such bucket") from None
             raise FileNotFoundError(f"{self.url}/{key}: there is no such object") from None
         except (self._errors.BaseError, OSError, ValueError) as error:
-            why = _reason(error)
-            if none := _NO_CREDENTIALS.search(why) is not None:
-                why = f"the environment has no credentials, and this machine has no identity ({why})"
             denied = isinstance(error, (self._errors.PermissionDeniedError, self._errors.UnauthenticatedError))
-            raise (PermissionError if none or denied else OSError)(f"{self.url}/{key}: {why}") from None
-
-    def read_head(self) -> tuple[Head, Tag] | None:
-        """Returns the head; None: there is none. Raises `OSError`."""
-        try:
-            text, tag = self.read(HEAD, MAX_HEAD_BYTES)
-        except FileNotFoundError:
-            return None
-        with contextlib.suppress(ValidationError):
-            head = Head.model_validate_json(text)
-            if head.sha256 == head.seal():
-                return head, tag
-        raise OSError(f"{self.url}/{HEAD} is not what a run writes: choose another prefix")
+            raise (PermissionError if denied else OSError)(f"{self.url}/{key}: {_reason(error)}") from None
 
     def read(self, key: str, limit: int) -> tuple[bytes, Tag]:
         """Returns a small object, and its tag. Raises `OSError` if it has more than `limit` bytes, `FileNotFoundError`."""
@@ -165,7 +81,8 @@ class Bucket:
             answer = self._obstore.get(self._store, key)
             if (size := answer.meta["size"]) > limit:
                 raise ValueError(f"it has {size} bytes, at most {limit} are read")
-            return bytes(answer.bytes()), _tag(answer.meta)
+            tag = {name: answer.meta[name] for name in ("e_tag", "version") if answer.meta[name] is not None}
+            return bytes(answer.bytes()), tag
 
     def put(self, key: str, data: bytes | BinaryIO) -> None:
         """Writes an object, a large one in parts. Raises `OSError`."""
@@ -200,33 +117,19 @@ class Bucket:
         finally:
             self.remove([key])
 
-    def size(self, key: str) -> int:
-        """Returns the bytes of an object. Raises `OSError`, `FileNotFoundError`."""
+    def parts(self, key: str) -> Iterator[memoryview]:
+        """Yields an object of any size in parts. Raises `OSError`, `FileNotFoundError`."""
         with self._asking(key):
-            return int(self._obstore.head(self._store, key)["size"])
-
-    def pieces(self, key: str, size: int, sha256: str) -> Iterator[memoryview]:
-        """Yields an object in parts. Raises `OSError`; `Damaged`, at the latest after the last part."""
-        if (actual := self.size(key)) != size:
-            raise Damaged(f"{self.url}/{key} is not what was written: it has {actual} bytes, expected {size}")
-        digest = hashlib.sha256()
+            size = int(self._obstore.head(self._store, key)["size"])
         for start in range(0, size, _PART):
             with self._asking(key):  # in this thread: a save starts none, and Jupyter has an event loop here
                 part = self._obstore.get_range(self._store, key, start=start, end=min(start + _PART, size))
-            piece = memoryview(part)
-            digest.update(piece)
-            yield piece
-        if digest.hexdigest() != sha256:
-            raise Damaged(f"{self.url}/{key} is not what was written: its sha256 differs")
+            yield memoryview(part)
 
-    def fetch(self, key: str, size: int, sha256: str, path: Path) -> None:
-        """Downloads an object into a new file, which is on the disk when this returns. Raises as `pieces`."""
+    def fetch(self, key: str, path: Path) -> None:
+        """Downloads an object into a new file, which is on the disk when this returns. Raises `OSError`, `FileNotFoundError`."""
         with path.open("xb") as file:
-            try:
-                file.writelines(self.pieces(key, size, sha256))
-            except Damaged:  # perhaps on its way: what is damaged in the bucket will be removed from it
-                file.truncate(file.seek(0))
-                file.writelines(self.pieces(key, size, sha256))
+            file.writelines(self.parts(key))
             file.flush()
             files.fsync(file.fileno())
 
@@ -240,10 +143,6 @@ class Bucket:
         with contextlib.suppress(OSError), self._asking(""):
             if keys:
                 self._obstore.delete(self._store, list(keys))
-
-
-def _tag(meta: Any) -> Tag:
-    return {name: meta[name] for name in ("e_tag", "version") if meta[name] is not None}
 
 
 @contextlib.contextmanager

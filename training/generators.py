@@ -1,4 +1,4 @@
-"""The random generators of this process: torch's, the device's, numpy's and Python's, as values that a checkpoint holds."""
+"""Random generators of torch, the device, numpy and Python: their states as values that a checkpoint holds."""
 
 from __future__ import annotations
 
@@ -16,31 +16,16 @@ def seed(number: int) -> None:
     np.random.seed(number % 2**32)
 
 
-def capture(device: torch.device) -> dict[str, Any]:
-    """Returns the states of all generators, as plain values and tensors (`restore` takes them)."""
-    algorithm, keys, *rest = np.random.get_state()
-    states: dict[str, Any] = {
-        "python": _of_python(random.getstate()),
-        "torch": torch.get_rng_state(),
-        "numpy": [str(algorithm), np.asarray(keys).astype(np.int64), *rest],
+def of_process(device: torch.device) -> dict[str, Any]:
+    """Returns the generators that the modules' own functions draw from (`torch.randn`, `random.random`), by name."""
+    found = {
+        "python": random.getstate.__self__,  # type: ignore[attr-defined]
+        "numpy": np.random.get_state.__self__,  # type: ignore[attr-defined]
+        "torch": torch.default_generator,
     }
     if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-    return states
-
-
-def restore(states: dict[str, Any], device: torch.device) -> None:
-    """Restores the states from `capture`; a generator without a saved state keeps its own. Raises `ValueError`, `TypeError`."""
-    random.setstate(_to_python(states["python"]))
-    try:
-        torch.set_rng_state(states["torch"])
-        if "cuda" in states and device.type == "cuda":
-            torch.cuda.set_rng_state(states["cuda"], device)
-    except RuntimeError as error:  # which is what a failed collective raises, too
-        raise ValueError(f"it holds no state of torch's generator, {error}") from error
-    if "numpy" in states:
-        algorithm, keys, *rest = states["numpy"]
-        np.random.set_state((algorithm, np.asarray(keys).astype(np.uint32), *rest))
+        found["cuda"] = torch.cuda.default_generators[device.index or 0]
+    return found
 
 
 def is_generator(thing: object) -> bool:

@@ -46,6 +46,8 @@ SAVE_LOOK_SECONDS = 0.25
 """During the wait for a save, time between two checks whether the run must end."""
 BRING_SECONDS = 3600.0
 """Bounds the wait for rank 0, which brings a checkpoint from a bucket: 360 GB at 100 MB/s. A stopped rank 0 sends no sign."""
+PREPARE_SECONDS = 4 * 3600.0
+"""Bounds the wait for a node that makes its shards. A stopped rank sends no sign."""
 BUCKET_LOOK_SECONDS = 1.0
 """During the wait for a bucket, time between two agreements of the ranks whether the wait is over."""
 PRIOR_SECONDS = 86_400.0

@@ -90,7 +90,7 @@ def test_what_is_lost_on_the_way_is_fetched_again(fault: str, here: Node, expect
 def test_what_stays_damaged_is_named(here: Node) -> None:
     here.proxy.reset(lambda _, method, path: "flipped" if method == "GET" and "safetensors" in path else "")
     done = here.go()
-    assert done.code == 2 and "is not what was written: its sha256 differs" in done.output, done.output
+    assert done.code == 2 and ".safetensors has sha256 " in done.output, done.output
     assert not here.kept
     here.proxy.reset(lambda _, method, path: "403" if method == "GET" and "safetensors" in path else "")
     done = here.go()
@@ -103,16 +103,6 @@ def test_what_stays_damaged_is_named(here: Node) -> None:
     assert done.code == 2 and "s3://bucket/strange/manifest.json is malformed" in done.output, done.output
     done = here.go("run", "data.shards=ftp://bucket/shards")
     assert done.code == 2 and "must be s3://BUCKET/PREFIX" in done.output, done.output
-
-
-def test_an_object_that_is_too_large_is_not_fetched(here: Node) -> None:
-    about = json.loads(read(here.proxy.server, f"{NAME}/manifest.json"))
-    put(here.proxy.server, "large/manifest.json", json.dumps(about).encode())
-    for split in about["splits"].values():
-        for shard in split:
-            put(here.proxy.server, f"large/{shard['file']}", bytes(2 << 20))
-    done = here.go("run", "data.shards=s3://bucket/large")
-    assert done.code == 2 and "has 2097152 bytes, at most" in done.output and not here.fetched(), done.output
 
 
 def test_shards_are_there_with_their_manifest_or_not_at_all(proxy: Proxy, tiny: list[str], tmp_path: Path) -> None:

@@ -175,7 +175,7 @@ WRONG = {
         LOOP + "for x, y in run.batches(DATA, 16): run.backward(m(x).sum())", "RuntimeError", "update()"),
     "a state that no file holds": (
         "make(run); run.keep(x=type('S', (), {'state_dict': lambda s: {'a': [1, object()]}, 'load_state_dict': print})())",
-        "TypeError", "keep(x=…)['a'][1]"),
+        "TypeError", "keep(x=…)/a/1"),
     "samples unknown": (LOOP + "for b in run.iterate([DATA[:8]]): step(run, m, b)", "TypeError", "samples=…"),
     "a batch counted in part": (
         LOOP + "for b in run.batches(DATA, 16): step(run, m, b, samples=1)", "RuntimeError", "1 samples"),

@@ -1,5 +1,9 @@
 """Checkpoints in a bucket, for a run whose disks do not outlive their nodes.
 
+    PREFIX/head                             a JSON object (`Head`): the attempt that may write, the settings, the commits that it names.
+    PREFIX/<commit>/step-00000100/<file>    the files of a checkpoint, as on a disk.
+    PREFIX/<commit>/run/files.zip           files of the run directory.
+
 Each commit uploads files under new keys, so it overwrites nothing, and then swaps `head` for a head that names them. The store swaps
 only the head that was read (If-Match; on GCS the generation). An attempt takes a run over by such a swap. From then on an earlier
 attempt, on a node that was cut off, can commit nothing. No two heads are alike: after a lost answer, reading shows whether
@@ -11,34 +15,85 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
-import os
 import re
 import secrets
+import shutil
 import zipfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, BinaryIO, Literal
 
-from .. import bucket, files
-from ..bucket import HEAD, Bucket, CheckpointEntry, Damaged, File, Head, Tag, as_user_error
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from .. import files
+from ..bucket import Bucket, Damaged, Tag, as_user_error
 from ..contract import CHECKPOINTS, EVENTS_FILE, METRICS, RUN_FILE, TIME_FILE, UserError
 from . import store
-from .store import KeepBest, Rule, checkpoint_name, chosen
+from .store import KeepBest, Rule, checkpoint_name
 
 RECORD = "bucket.json"
-"""File of the run directory: the run in the bucket, and the data with which another rank replaces a lost rank 0."""
+"""File of the run directory: the run in the bucket, and the token of the attempt that writes it."""
+_HEAD = "head"
+_MAX_HEAD_BYTES = 4 << 20
+_KEY = re.compile(r"[0-9a-f]{32}/[a-z0-9./-]+")
+"""The keys of files that attempts send."""
+_FILES = (store.STATE, store.TENSORS, store.MANIFEST)
 _RUN_FILE_NAME = re.compile(r"(events|time)\.jsonl|(status|summary)\.json|metrics/rank-\d{5,9}\.prom")
 """The files of the run directory that a commit holds, beside the settings."""
-_MAX_RUN_FILE_BYTES = 256 << 20
 _UNUSABLE = "checkpoint.to cannot be used"
+_Token = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 
 
 class TakenOver(OSError):
     """The error after another attempt at this run has taken over the bucket."""
 
 
-def _token() -> str:
-    return secrets.token_hex(16)
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class CheckpointEntry(_Strict):
+    """A checkpoint in the bucket, with its score by the rule `score_of`. Its manifest has the checksums of its files."""
+
+    step: Annotated[int, Field(ge=0, lt=1 << 60)]
+    commit: _Token
+    seal: str
+    """The manifest's sha256 of itself: two checkpoints with the same seal are equal."""
+    score: float | None
+    score_of: str
+
+    def key(self, name: str) -> str:
+        """Returns the key of a file."""
+        return f"{self.commit}/{checkpoint_name(self.step)}/{name}"
+
+
+class Head(_Strict):
+    """The content of `head`: one commit. `commit` is drawn anew each time; `sha256` is the digest of the other fields."""
+
+    format: Literal[5] = 5
+    run: _Token
+    holder: _Token
+    commit: _Token
+    fresh: str = ""
+    """The word of `--fresh` with which the run was begun."""
+    checkpoints: list[CheckpointEntry] = []
+    """Newest first."""
+    run_yaml: str = ""
+    """The settings of the run; empty: nothing is committed yet."""
+    archive: str = ""
+    """The key of an archive of other files of the run directory; empty: there is none."""
+    sha256: str = ""
+
+    def seal(self) -> str:
+        return hashlib.sha256(self.model_dump_json(exclude={"sha256"}).encode()).hexdigest()
+
+    def text(self) -> bytes:
+        return self.model_copy(update={"sha256": self.seal()}).model_dump_json().encode()
+
+    @property
+    def keys(self) -> set[str]:
+        """The keys of all files that it names."""
+        return {entry.key(name) for entry in self.checkpoints for name in _FILES} | ({self.archive} - {""})
 
 
 class ObjectStore(Bucket):
@@ -54,8 +109,22 @@ class ObjectStore(Bucket):
         self._run_dir = Path()
         self._current: tuple[Head, Tag] | None = None
         """The head that this rank has written last; None: unknown."""
-        self._holders = [_token()]
-        """The tokens of this attempt's holders; the last is this rank's."""
+        self._holder = secrets.token_hex(16)
+        """The token of this attempt. A rank that takes over has it from `RECORD`."""
+        self._damaged: list[CheckpointEntry] = []
+        """Checkpoints that this attempt could not read. Its next checkpoint replaces them."""
+
+    def read_head(self) -> tuple[Head, Tag] | None:
+        """Returns the head; None: there is none. Raises `OSError`."""
+        try:
+            text, tag = self.read(_HEAD, _MAX_HEAD_BYTES)
+        except FileNotFoundError:
+            return None
+        with contextlib.suppress(ValidationError):
+            head = Head.model_validate_json(text)
+            if head.sha256 == head.seal():
+                return head, tag
+        raise OSError(f"{self.url}/{_HEAD} is not what a run writes: choose another prefix")
 
     def check(self, run_dir: Path, fresh: bool | str) -> None:
         """Fetches the settings of the run in the bucket, so that `RunDirectory` can refuse other settings. Changes nothing in the bucket.
@@ -65,10 +134,14 @@ class ObjectStore(Bucket):
         """
         self._run_dir = run_dir
         with as_user_error(_UNUSABLE):
-            current = self._run_for(fresh)
-            if current is None or not current[0].run_yaml:
+            current = self.read_head()
+            if current is None or not (head := current[0]).run_yaml:
                 return
-            head, record = current[0], files.read_json(run_dir / RECORD)
+            if fresh and fresh != head.fresh:  # else this is a restart of the job that began the run
+                raise UserError(
+                    f"{self.url} has a run, which --fresh does not replace in a bucket: choose another prefix"
+                )
+            record = files.read_json(run_dir / RECORD)
             if not (run_dir / RUN_FILE).exists():
                 files.replace_json(run_dir / RECORD, {"run": head.run})
                 files.replace(run_dir / RUN_FILE, head.run_yaml.encode())
@@ -79,8 +152,7 @@ class ObjectStore(Bucket):
                 )
 
     def acquire(self, fresh: bool | str, warn: Callable[[str], None]) -> Path | None:
-        """Makes this attempt the one that writes. Downloads what the locked run directory of `check` lacks: the newest readable
-        checkpoint, the best one, and the records of earlier attempts.
+        """Makes this attempt the one that writes, and downloads what the locked run directory of `check` lacks.
 
         Returns:
             The newest checkpoint of the run directory, verified byte by byte. None: there is none.
@@ -89,82 +161,33 @@ class ObjectStore(Bucket):
             UserError: the bucket cannot be read or written (exit code 1), or has no checkpoint that verifies.
         """
         with as_user_error(_UNUSABLE):
-            head, checkpoints, newest = self._hold(fresh), self._run_dir / CHECKPOINTS, None
+            head = self._hold(fresh)
             if not head.checkpoints:
                 self.check_conditions(f"{head.commit}/probe/probe")
             self._clean(head)
-            store.clean(checkpoints)
-            with contextlib.suppress(UserError):  # none of them verifies
-                newest = store.newest_verified(checkpoints)
-            newer = [entry for entry in head.checkpoints if newest is None or entry.step > store.step_of(newest)]
-            damaged = list[CheckpointEntry]()
-            newest = self._fetch_first(newer, checkpoints, warn, damaged) or newest
-            if newer and newest is None:
-                raise UserError(f"none of the {len(newer)} checkpoints in {self.url} can be read and verified")
-            best = _retained(head.checkpoints, 0, self.keep_best)
-            missing = [entry for entry in best if not (checkpoints / checkpoint_name(entry.step)).exists()]
-            self._fetch_first(missing, checkpoints, warn, damaged)
-            if damaged:  # the same step may be saved again, with the same bytes
-                self._replace(self._held(), checkpoints=[entry for entry in head.checkpoints if entry not in damaged])
-            try:
-                history = self._run_files(head)
-                if not all(
-                    _begins_with(self._run_dir / name, history.get(name, b"")) for name in (EVENTS_FILE, TIME_FILE)
-                ):
-                    _write(history, self._run_dir)
-            except Damaged as error:
-                warn(f"what earlier attempts have written down is lost: {error}; the run continues")
-            self._record(head.run)
+            newest = self._bring(head, self._run_dir, warn)
+            files.replace_json(self._run_dir / RECORD, {"run": head.run, "holder": self._holder})
             return newest
 
     def take_over(self, run_dir: Path) -> None:
         """Makes this rank the sender after the loss of rank 0, unless another attempt has taken over. Sends no request yet: the other
         ranks wait."""
         self._run_dir, record = run_dir, files.read_json(run_dir / RECORD)
-        with contextlib.suppress(TypeError, KeyError, ValueError):  # a damaged record does not say whose the bucket is
-            self._holders = [*map(str, record["holders"]), *self._holders]
-            self._record(record["run"])
+        if isinstance(record, dict):  # a damaged record does not say whose the bucket is
+            self._holder = str(record.get("holder"))
 
-    def _record(self, run: str) -> None:
-        files.replace_json(self._run_dir / RECORD, {"run": run, "holders": self._holders})
-
-    def download(self, run_dir: Path, wanted: Callable[[], int | Rule | None], warn: Callable[[str], None]) -> None:
-        """Downloads the last commit: the files of the run directory, and a checkpoint.
-
-        Args:
-            wanted: returns which checkpoint, once the files are there: a step, the rule of the best, or None, the newest that verifies.
+    def download(self, run_dir: Path, warn: Callable[[str], None]) -> None:
+        """Downloads the last commit: the files of the run directory, and the checkpoints.
 
         Raises:
-            UserError: there is no run, or no such checkpoint.
+            UserError: there is no run, or none of its checkpoints can be read.
             OSError: the bucket cannot be read.
         """
-        commit = ""
-        # Again for each newer head: its commit may have removed files that the earlier head names.
-        while (current := self.read_head()) is not None and current[0].run_yaml and current[0].commit != commit:
-            commit, entries = current[0].commit, current[0].checkpoints
-            with contextlib.suppress(FileNotFoundError):
-                contents = {RUN_FILE: current[0].run_yaml.encode()}
-                try:
-                    contents |= self._run_files(current[0])
-                except Damaged as error:
-                    if not entries:
-                        raise
-                    warn(f"what the run has written down is lost: {error}")
-                _write(contents, run_dir)
-                if (which := wanted()) is not None:
-                    if not entries:
-                        raise UserError(f"{self.url} has no checkpoint yet: fetch it without --step and --best")
-                    entries = [self._chosen(entries, which)]
-                if not entries or self._fetch_first(entries, run_dir / CHECKPOINTS, warn, []) is not None:
-                    return
-        raise UserError(
-            f"{self.url} has no run, or no checkpoint that can be read and verified: give what its checkpoint.to says"
-        )
-
-    def _chosen(self, entries: list[CheckpointEntry], which: int | Rule) -> CheckpointEntry:
-        """Returns the checkpoint of a step, or the best by a rule. Raises `UserError`: there is none."""
-        by_step = {entry.step: entry for entry in entries}
-        return by_step[chosen(by_step, which, lambda step, rule: _score(by_step[step], rule), self.url)]
+        current = self.read_head()
+        if current is None or not current[0].run_yaml:
+            raise UserError(f"{self.url} has no run: give what its checkpoint.to says")
+        files.replace(run_dir / RUN_FILE, current[0].run_yaml.encode())
+        self._bring(current[0], run_dir, warn, every=True)
 
     def commit(self, path: Path | None) -> int:
         """Uploads a checkpoint and the current files of the run directory, and reads them back. Then it writes a head that names them, and
@@ -181,130 +204,156 @@ class ObjectStore(Bucket):
             FileNotFoundError: the checkpoint is not in the run directory.
             OSError: a file could not be sent, or arrived damaged. The head is unchanged.
         """
-        current, commit, sent = self._held(), _token(), list[File]()
-        checkpoints = current[0].checkpoints
+        current, commit, sent = self._held(), secrets.token_hex(16), list[str]()
+        update: dict[str, Any] = {"holder": self._holder, "commit": commit, "archive": f"{commit}/run/files.zip"}
+        size = 0
         try:
             if path is not None:
-                checkpoints = self._send_checkpoint(path, f"{commit}/{path.name}", checkpoints, sent)
-                if not sent:
+                update["checkpoints"], size = self._send_checkpoint(path, commit, current[0].checkpoints, sent)
+                if not size:
                     return 0
-            size = sum(file.bytes for file in sent)
-            run_yaml, data = (
-                files.read(self._run_dir / RUN_FILE, 1 << 20).decode(errors="replace"),
-                _zipped(self._run_dir),
-            )
-            run_files = File(key=f"{commit}/run/files.zip", sha256=hashlib.sha256(data).hexdigest(), bytes=len(data))
-            sent.append(run_files)
-            self.put(run_files.key, data)
-            for file in sent:
-                for _ in self.pieces(file.key, file.bytes, file.sha256):
-                    pass
+            update["run_yaml"] = files.read(self._run_dir / RUN_FILE, 1 << 20).decode(errors="replace")
+            data = _zipped(self._run_dir)
+            self._send(update["archive"], data, hashlib.sha256(data).hexdigest(), sent)
         except OSError:
-            self.remove([file.key for file in sent])
+            self.remove(sent)
             raise
-        self._replace(current, commit=commit, checkpoints=checkpoints, run_yaml=run_yaml, run_files=run_files)
-        return size
-
-    def _replace(self, current: tuple[Head, Tag], **changes: Any) -> None:
-        """Swaps the head for one with other checkpoints or files, and removes what it no longer names. Raises `TakenOver`, `OSError`."""
-        new = current[0].model_copy(update={"holder": self._holders[-1], "commit": _token(), **changes})
+        new = current[0].model_copy(update=update)
         self._swap(new, current)
         self.remove(current[0].keys - new.keys)
+        return size
+
+    def _send(self, key: str, data: bytes | BinaryIO, sha256: str, sent: list[str]) -> None:
+        """Uploads an object, and reads it back. Raises `Damaged`, `OSError`."""
+        digest = hashlib.sha256()
+        sent.append(key)
+        self.put(key, data)
+        for part in self.parts(key):
+            digest.update(part)
+        if digest.hexdigest() != sha256:
+            raise Damaged(f"{self.url}/{key} is not what was written: its sha256 differs")
 
     def _send_checkpoint(
-        self, path: Path, folder: str, others: list[CheckpointEntry], sent: list[File]
-    ) -> list[CheckpointEntry]:
-        """Uploads a checkpoint, unless the bucket has it or would not keep it. Returns the checkpoints that the bucket keeps."""
+        self, path: Path, commit: str, entries: list[CheckpointEntry], sent: list[str]
+    ) -> tuple[list[CheckpointEntry], int]:
+        """Uploads a checkpoint. Returns the checkpoints that the bucket then keeps, and the bytes of this one; 0: the bucket has it, or
+        would not keep it."""
         with contextlib.ExitStack() as stack:
             try:
-                with files.opened_folder(path) as here:
-                    about = store.manifest(here, store.step_of(path))
-                    digests = {name: entry["sha256"] for name, entry in about["files"].items()}
-                    digests[store.MANIFEST] = files.sha256(here / store.MANIFEST)
-                    opened = {name: stack.enter_context(files.regular(here / name)) for name in digests}
+                about = store.manifest(path)
+                sums = {name: entry["sha256"] for name, entry in about["files"].items()}
+                sums[store.MANIFEST] = files.sha256(path / store.MANIFEST)
+                opened = {name: stack.enter_context(files.regular(path / name)) for name in sums}
             except (OSError, store.CorruptCheckpoint) as error:
                 raise (OSError if path.exists() else FileNotFoundError)(str(error)) from None
-            entry = CheckpointEntry(step=about["step"], files={}, score=about["score"], score_of=about["score_of"])
-            same = next((other for other in others if other.step == entry.step), None)
-            if same is not None and {name: file.sha256 for name, file in same.files.items()} == digests:
-                return others
-            kept = _retained([entry, *(other for other in others if other != same)], self._keep, self.keep_best)
-            for name, file in opened.items() if entry in kept else ():
-                size = os.fstat(file.fileno()).st_size
-                sent.append(File(key=f"{folder}/{name}", sha256=digests[name], bytes=size))
-                self.put(sent[-1].key, file)
-                entry.files[name] = sent[-1]
-            return kept
+            score, rule = about["score"], about["score_of"]
+            entry = CheckpointEntry(
+                step=about["step"], commit=commit, seal=store.seal(about), score=score, score_of=rule
+            )
+            others = [other for other in entries if other not in self._damaged]
+            kept = _retained([entry, *(o for o in others if o.step != entry.step)], self._keep, self.keep_best)
+            if entry not in kept or any((o.step, o.seal) == (entry.step, entry.seal) for o in others):
+                return entries, 0
+            for name, file in opened.items():
+                self._send(entry.key(name), file, sums[name], sent)
+            return kept, sum(int(file["bytes"]) for file in about["files"].values())
 
-    def _run_files(self, head: Head) -> dict[str, bytes]:
-        """Downloads the archive of a commit. Returns name → content. Raises `OSError`, `Damaged`."""
-        if (file := head.run_files) is None:
-            return {}
-        data = io.BytesIO(b"".join(self.pieces(file.key, file.bytes, file.sha256)))
-        with files.reading(f"{self.url}/{file.key}", Damaged), zipfile.ZipFile(data) as archive:
-            return {name: archive.read(name) for name in archive.namelist() if _RUN_FILE_NAME.fullmatch(name)}
+    def _bring(self, head: Head, run_dir: Path, warn: Callable[[str], None], every: bool = False) -> Path | None:
+        """Downloads what a run directory lacks: the records of earlier attempts, the newest checkpoint that verifies, and the best one.
 
-    def _fetch_first(
-        self, entries: Iterable[CheckpointEntry], checkpoints: Path, warn: Callable[[str], None],
-        damaged: list[CheckpointEntry],
-    ) -> Path | None:  # fmt: skip
-        """Downloads the first checkpoint that is readable and verifies, and lists those before it in `damaged`. Raises `OSError`."""
+        Args:
+            every: whether to download all checkpoints.
+
+        Returns:
+            The newest checkpoint of the run directory, verified; None: the run has none.
+
+        Raises:
+            UserError: no checkpoint can be read and verified.
+            OSError: the bucket does not answer, or the disk is full.
+        """
+        checkpoints, newest = run_dir / CHECKPOINTS, None
+        try:
+            self._fetch_history(head, run_dir)
+        except (FileNotFoundError, Damaged) as error:
+            warn(f"what earlier attempts have written down is lost: {error}")
         checkpoints.mkdir(exist_ok=True)
-        for entry in entries:
-            final = checkpoints / checkpoint_name(entry.step)
+        store.clean(checkpoints)
+        with contextlib.suppress(UserError):  # none of them verifies
+            newest = store.newest_verified(checkpoints)
+        kept = head.checkpoints if every else _retained(head.checkpoints, 0, self.keep_best)
+        for entry in head.checkpoints:
+            path = checkpoints / checkpoint_name(entry.step)
+            newer = newest is None or entry.step > store.step_of(newest)
             try:
-                with files.replacing(final) as staging:
-                    staging.mkdir()
-                    for name, file in entry.files.items():
-                        self.fetch(file.key, file.bytes, file.sha256, staging / name)
-                    if final.exists():  # it does not verify
-                        files.rename(final, final.with_name(f".old-{final.name}.{os.getpid()}"))
-            except (FileNotFoundError, Damaged) as error:
-                warn(f"checkpoint is corrupt in the bucket and not used: {error}")
-                damaged.append(entry)
-            else:
-                store.clean(checkpoints)
-                return final
-        return None
+                if newer or (entry in kept and not path.exists()):
+                    self._fetch_checkpoint(entry, path)
+                    newest = path if newer else newest
+            except (FileNotFoundError, Damaged, store.CorruptCheckpoint) as error:
+                warn(f"checkpoint is corrupt in the bucket and not used: {self.url}/{entry.key('')}: {error}")
+                self._damaged.append(entry)
+        if head.checkpoints and newest is None:
+            raise UserError(f"none of the {len(head.checkpoints)} checkpoints in {self.url} can be read and verified")
+        return newest
+
+    def _fetch_checkpoint(self, entry: CheckpointEntry, path: Path) -> None:
+        """Downloads a checkpoint in place of one that does not verify. Raises `OSError`, `CorruptCheckpoint`."""
+        with files.replacing(path) as staging:
+            staging.mkdir()
+            for name in _FILES:
+                self.fetch(entry.key(name), staging / name)
+            if store.seal(store.verify(staging, entry.step)) != entry.seal:
+                raise Damaged("it is another checkpoint")
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _fetch_history(self, head: Head, run_dir: Path) -> None:
+        """Raises `Damaged`, `OSError`."""
+        if not head.archive:
+            return
+        data = io.BytesIO(b"".join(self.parts(head.archive)))
+        with files.reading(f"{self.url}/{head.archive}", Damaged), zipfile.ZipFile(data) as archive:
+            history = {name: archive.read(name) for name in archive.namelist() if _RUN_FILE_NAME.fullmatch(name)}
+        if not all(_begins_with(run_dir / name, history.get(name, b"")) for name in (EVENTS_FILE, TIME_FILE)):
+            for name, content in history.items():
+                (run_dir / name).parent.mkdir(exist_ok=True)
+                files.replace(run_dir / name, content)
 
     def _held(self) -> tuple[Head, Tag]:
         """Returns the head. Raises `TakenOver` unless this attempt has written it, `OSError`."""
         current = self._current or self.read_head()
-        if current is None or current[0].holder not in self._holders:
+        if current is None or current[0].holder != self._holder:
             raise TakenOver(f"another attempt has taken {self.url} over")
         return current
 
     def _hold(self, fresh: bool | str) -> Head:
         """Swaps the head for a head of this attempt. Raises `OSError`."""
-        previous, word = self._run_for(fresh), fresh if isinstance(fresh, str) else ""
-        head = Head(run=_token(), holder=self._holders[-1], commit=_token(), fresh=word)
-        if previous is not None and not _starts_over(previous[0], fresh):
-            head = previous[0].model_copy(update={"holder": head.holder, "commit": head.commit})
+        previous, holder = self.read_head(), self._holder
+        if previous is not None and previous[0].run_yaml:
+            head = previous[0].model_copy(update={"holder": holder, "commit": secrets.token_hex(16)})
+        else:
+            head = Head(
+                run=secrets.token_hex(16),
+                holder=holder,
+                commit=secrets.token_hex(16),
+                fresh=fresh if isinstance(fresh, str) else "",
+            )
         self._swap(head, previous)
         return head
-
-    def _run_for(self, fresh: bool | str) -> tuple[Head, Tag] | None:
-        """Returns the head. Raises `UserError` if `fresh` would replace a run that has committed, `OSError`."""
-        current = self.read_head()
-        if current is not None and current[0].run_yaml and _starts_over(current[0], fresh):
-            raise UserError(f"{self.url} has a run, which --fresh does not replace in a bucket: choose another prefix")
-        return current
 
     def _swap(self, head: Head, previous: tuple[Head, Tag] | None) -> None:
         """Replaces the head `previous`, as it was read, by `head`. Raises `TakenOver`, `OSError`."""
         text, self._current = head.text(), None
-        if len(text) > bucket.MAX_HEAD_BYTES:
-            raise OSError(f"{self.url}/{HEAD} would have {len(text)} bytes: keep fewer checkpoints (checkpoint.keep)")
+        if len(text) > _MAX_HEAD_BYTES:
+            raise OSError(f"{self.url}/{_HEAD} would have {len(text)} bytes: keep fewer checkpoints (checkpoint.keep)")
         problem = OSError("the store refuses the tag of the head: lockstep doctor tries its conditional writes")
         try:
-            self.swap(HEAD, text, previous and previous[1])
+            self.swap(_HEAD, text, previous and previous[1])
         except OSError as error:
             problem = error
         current = self.read_head()  # after a lost answer only the head shows whether it was done
         commit = current and current[0].commit
         if commit == head.commit:
             self._current = current
-        elif commit == (previous and previous[0].commit) or (current and current[0].holder in self._holders):
+        elif commit == (previous and previous[0].commit) or (current and current[0].holder == self._holder):
             raise problem
         else:
             raise TakenOver(f"another attempt has taken {self.url} over")
@@ -316,35 +365,19 @@ class ObjectStore(Bucket):
             # After the listing: what another attempt has sent since it took over is not in it.
             current = self.read_head()
             if current is not None and current[0].commit == head.commit:
-                self.remove([key for key in keys if re.fullmatch(bucket.KEY, key) and key not in head.keys])
+                self.remove([key for key in keys if _KEY.fullmatch(key) and key not in head.keys])
 
 
-def _starts_over(head: Head, fresh: bool | str) -> bool:
-    """Returns whether `--fresh` asks for a new run, which it does not if the run was begun with the same word."""
-    return bool(fresh) and fresh != head.fresh
-
-
-def _zipped(directory: Path) -> bytes:
+def _zipped(run_dir: Path) -> bytes:
     """Returns an archive of the files of a run directory that a commit holds. Skips links."""
     data = io.BytesIO()
     with zipfile.ZipFile(data, "w") as archive:
-        for place in ("", METRICS):
-            with contextlib.suppress(OSError), files.opened_folder(directory / place) as folder:
-                for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
-                    name = f"{place}/{entry.name}".lstrip("/")
-                    if _RUN_FILE_NAME.fullmatch(name) and entry.is_file(follow_symlinks=False):
-                        with contextlib.suppress(OSError), files.regular(folder / entry.name) as file:
-                            archive.writestr(zipfile.ZipInfo(name), file.read(_MAX_RUN_FILE_BYTES))
+        for path in sorted([*run_dir.iterdir(), *(run_dir / METRICS).glob("*")]):
+            name = str(path.relative_to(run_dir))
+            if _RUN_FILE_NAME.fullmatch(name) and not path.is_symlink():
+                with contextlib.suppress(OSError), files.regular(path) as file:
+                    archive.writestr(zipfile.ZipInfo(name), file.read())
     return data.getvalue()
-
-
-def _write(contents: Mapping[str, bytes], directory: Path) -> None:
-    """Replaces files of a run directory. Raises `OSError`."""
-    for name, data in contents.items():
-        path = directory / name
-        path.parent.mkdir(exist_ok=True)
-        with files.opened_folder(path.parent) as folder:
-            files.replace(folder / path.name, data)
 
 
 def _begins_with(path: Path, data: bytes) -> bool:
@@ -354,13 +387,9 @@ def _begins_with(path: Path, data: bytes) -> bool:
     return not data
 
 
-def _score(entry: CheckpointEntry, rule: Rule) -> float | None:
-    return entry.score if entry.score_of == rule.name else None
-
-
 def _retained(entries: list[CheckpointEntry], keep: int, keep_best: KeepBest) -> list[CheckpointEntry]:
     """Returns the checkpoints that `Writer` keeps on a disk, the newest and the best. Newest first."""
     rule = Rule.of(keep_best)
     newest = sorted(entries, key=lambda entry: -entry.step)
-    best = rule.best({entry.step: _score(entry, rule) for entry in newest})
+    best = rule.best({entry.step: entry.score if entry.score_of == rule.name else None for entry in newest})
     return [*newest[:keep], *(entry for entry in newest[keep:] if keep_best and entry.step == best)]

@@ -19,7 +19,7 @@ from torch import nn
 from .. import generators
 from ..observe.steps import StepClock
 from ..optim.ema import Ema
-from ..parallel.exchange import all_gather_trees, all_reduce, broadcast_tree, gather_trees, scatter_trees
+from ..parallel.exchange import all_gather_trees, broadcast_tree, gather_trees, scatter_trees
 from ..parallel.names import plain, plain_name
 from ..parallel.packing import split
 from ..parallel.world import World
@@ -118,18 +118,19 @@ class UserState:
 
     def capture(self, device: torch.device) -> dict[str, Any]:
         """Returns the states of the program's generators and of the script's (`restore` takes them)."""
-        own = {name: generators.state_of(generator) for name, generator in self.generators.items()}
-        return {**generators.capture(device), "own": own}
+        process = {name: generators.state_of(one) for name, one in generators.of_process(device).items()}
+        return {**process, "own": {name: generators.state_of(one) for name, one in self.generators.items()}}
 
     def restore(self, states: dict[str, Any], device: torch.device) -> None:
         """Restores the states from `capture`; a generator without a saved state keeps its own. Raises `ValueError`, `TypeError`."""
-        generators.restore(states, device)
-        for name in self.generators.keys() & states.get("own", {}).keys():
-            self._give(name, states["own"][name])
+        for present, saved in ((generators.of_process(device), states), (self.generators, states["own"])):
+            for name in present.keys() & saved.keys():
+                self._give(name, present[name], saved[name])
 
-    def _give(self, name: str, state: Any) -> None:
+    @staticmethod
+    def _give(name: str, generator: Any, state: Any) -> None:
         try:
-            generators.set_state(self.generators[name], state)
+            generators.set_state(generator, state)
         except (ValueError, TypeError, KeyError, RuntimeError) as error:
             raise ValueError(f"{name} is a generator of another kind than the one that was saved, {error}") from error
 
@@ -150,7 +151,7 @@ class UserState:
             if states[name] is None or any(others.get(name) != mine[name] for others in prints):
                 anew.append(name)
             else:
-                self._give(name, states[name])
+                self._give(name, self.generators[name], states[name])
         return anew
 
     def has(self, wanted: object) -> bool:
@@ -207,21 +208,12 @@ def _load(objects: dict[str, Stateful], states: dict[str, Any]) -> None:
 
 def check_tree(tree: Any, place: str) -> None:
     """Raises a `TypeError` that names the first value that no checkpoint can hold, and its place."""
-    if isinstance(tree, Mapping):
-        for key, value in tree.items():
-            check_tree(value, f"{place}[{key!r}]")
-    elif isinstance(tree, (list, tuple)):
-        for number, value in enumerate(tree):
-            check_tree(value, f"{place}[{number}]")
-    else:
-        try:
-            split(tree)
-        except TypeError:
-            type_name = f"{getattr(tree, 'dtype', '')} {type(tree).__name__}".strip()
-            raise TypeError(
-                f"{place} is a {type_name}, which no checkpoint can hold: use tensors, numpy arrays of numbers, numbers, "
-                "texts, lists and dictionaries"
-            ) from None
+    try:
+        split(tree)
+    except TypeError as error:
+        raise TypeError(
+            f"{place}/{error}: use tensors, numpy arrays of numbers, numbers, texts, lists and dictionaries"
+        ) from None
 
 
 @dataclass(slots=True)
@@ -382,7 +374,7 @@ def _merged(ranks: list[dict[str, Any]], sync: GradientSync) -> dict[str, Any]:
     """
     try:
         losses = [rank["losses"] for rank in ranks]
-        first, *others = [rank["rng"].get("own", {}) for rank in ranks]
+        first, *others = [rank["rng"]["own"] for rank in ranks]
         alike = {
             name
             for name, saved in first.items()
@@ -414,21 +406,10 @@ def mean_of(buffers: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return means
 
 
-@torch.no_grad()
 def averaged_buffers(model: nn.Module, world: World) -> dict[str, torch.Tensor]:
-    """Returns copies of the model's buffers, averaged over the ranks. The model's buffers stay unchanged. Collective."""
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    floating = [buffer for buffer in buffers.values() if buffer.is_floating_point()]
-    if world.size > 1 and floating:
-        flat = torch.cat([buffer.reshape(-1).double() for buffer in floating])
-        if flat.is_cuda:
-            dist.all_reduce(flat)
-        else:
-            flat = all_reduce(flat, world)
-        flat /= world.size
-        for buffer, piece in zip(floating, flat.split([buffer.numel() for buffer in floating])):
-            buffer.copy_(piece.view(buffer.shape))
-    return buffers
+    """Returns the mean of the model's buffers over the ranks (`mean_of`), on the CPU. The model's buffers stay unchanged. Collective."""
+    ranks = gather_trees({name: buffer.cpu() for name, buffer in model.named_buffers()}, world)
+    return dict(broadcast_tree(None if ranks is None else mean_of(ranks), world))
 
 
 @torch.no_grad()

@@ -25,7 +25,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +45,8 @@ MANIFEST = "manifest.json"
 STATE = "state.json"
 TENSORS = "state.safetensors"
 MAX_STATE_BYTES = 64 << 20
-"""Limit of `STATE`: 7 kB a rank for its generator's state, and 100 bytes a buffer, so 8,000 ranks of a small network."""
+"""Limit of `STATE`: 14 kB a rank for numpy's generator, now and at the epoch's beginning, and 100 bytes a buffer: 4,000 ranks of a small
+network."""
 MAX_HEADER_BYTES = 100_000_000
 """Limit of the header of `TENSORS`, by the safetensors library: about a million tensors."""
 FORMAT = 3
@@ -134,9 +135,9 @@ def manifest(path: Path, step: int | None = None) -> dict[str, Any]:
     return dict(about)
 
 
-def verify(path: Path) -> dict[str, Any]:
-    """Reads every byte of a checkpoint and returns its manifest. Raises `CorruptCheckpoint`."""
-    about = manifest(path)
+def verify(path: Path, step: int | None = None) -> dict[str, Any]:
+    """Reads every byte of a checkpoint and returns its manifest. Raises `CorruptCheckpoint`. `step`: as in `manifest`."""
+    about = manifest(path, step)
     for name, entry in about["files"].items():
         with files.reading(path / name, CorruptCheckpoint):
             different = files.difference(path / name, entry["sha256"], entry["bytes"])
@@ -394,30 +395,6 @@ def score_of(path: Path, rule: Rule) -> float | None:
     about = files.read_json(path / MANIFEST, 1 << 20)
     score = about.get("score") if isinstance(about, dict) and about.get("score_of") == rule.name else None
     return float(score) if isinstance(score, (int, float)) and math.isfinite(score) else None
-
-
-def chosen(
-    steps: Collection[int], wanted: int | Rule, score: Callable[[int, Rule], float | None], where: object
-) -> int:
-    """Returns the step of the wanted checkpoint: a given step, or the best by a rule.
-
-    Args:
-        steps: steps of all checkpoints.
-        score: returns the score of a checkpoint; None: it was not measured by that rule.
-        where: place of the checkpoints, for the error.
-
-    Raises:
-        UserError: there is no such checkpoint. No other checkpoint replaces it.
-    """
-    there = f"there are {', '.join(map(str, sorted(steps)))}"
-    if isinstance(wanted, int):
-        if wanted not in steps:
-            raise UserError(f"{where} has no checkpoint of step {wanted}; {there}")
-        return wanted
-    best = wanted.best({step: score(step, wanted) for step in steps})
-    if best is None:
-        raise UserError(f"no checkpoint of {where} has a score ({wanted.name}): choose one with --step; {there}")
-    return best
 
 
 def seal(value: dict[str, Any]) -> str:

@@ -19,7 +19,7 @@ from ..contract import UserError
 from ..parallel.names import matched
 from . import store
 from .state import mean_of
-from .store import Rule, chosen
+from .store import Rule
 
 SAFETENSORS = ".safetensors"
 ENVELOPES = ("state_dict", "model")
@@ -81,17 +81,18 @@ def from_run(
 ) -> tuple[dict[str, torch.Tensor], int, dict[str, Any]]:  # fmt: skip
     """Returns (weights of the evaluation, their step, `run.values`) of a verified checkpoint: the newest, that of a step, or the best by
     a rule. Raises `UserError` if there is none; no other checkpoint replaces the step or the best."""
-    if wanted is None:
-        path = store.newest_verified(run_dir / "checkpoints", warn)
-    else:
-        paths = {store.step_of(path): path for path in store.listed(run_dir / "checkpoints")}
-        path = (
-            paths[chosen(paths, wanted, lambda step, rule: store.score_of(paths[step], rule), run_dir)]
-            if paths
-            else None
-        )
-    if path is None:
+    paths = store.listed(run_dir / "checkpoints")
+    if not paths:
         raise UserError(f"{run_dir} has no checkpoint yet")
+    steps = {store.step_of(path): path for path in paths}
+    if wanted is None:
+        path, lacks = store.newest_verified(run_dir / "checkpoints", warn), ""
+    elif isinstance(wanted, Rule):
+        path, lacks = store.best(paths, wanted), f"with a score ({wanted.name}): choose one with --step"
+    else:
+        path, lacks = steps.get(wanted), f"of step {wanted}"
+    if path is None:
+        raise UserError(f"{run_dir} has no checkpoint {lacks}; there are {', '.join(map(str, sorted(steps)))}")
     with files.reading(path):  # its checksums match, but its writer may have saved anything
         if wanted is not None:
             store.verify(path)

@@ -109,8 +109,6 @@ class Data(Section):
     obstore): a node fetches each once, below `root`. null: made once below `root`."""
     workers: Free[Count] = 0
     """Processes that decode images when shards are made; 0: one for each core."""
-    prepare_timeout: Free[Number] = 1800.0
-    """Seconds to wait for another process, or another node, that prepares the same data."""
     shuffle: Literal["global", "none"] = "global"
     """`global`: one order over all samples, the same at every world size. `none`: in order."""
     resident: Free[Literal["auto", "always", "never"]] = "auto"

@@ -195,7 +195,7 @@ class Stored:
 
     def __init__(self, samples: Samples, world: World, seed: int, resident: str = "auto") -> None:
         self.samples, self.seed = samples, seed
-        self.resident = fits(samples, world) if resident == "auto" else resident == "always"
+        self.resident = fits(samples.num_bytes, world) if resident == "auto" else resident == "always"
         self._device = world.device
         if self.resident:
             images, labels = samples.all()
@@ -209,13 +209,13 @@ class Stored:
         return Batch(images, torch.arange(len(ids)), ids, labels, keys)
 
 
-def fits(samples: Samples, world: World) -> bool:
-    """Returns whether the samples take at most a quarter of the device's free memory, or of the rank's share of the host's."""
+def fits(num_bytes: int, world: World) -> bool:
+    """Returns whether so many bytes are at most a quarter of the device's free memory, or of the rank's share of the host's."""
     if world.device.type == "cuda":
         free = torch.cuda.mem_get_info(world.device)[0]
     else:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // world.local_size
-    return samples.num_bytes <= free // 4
+    return num_bytes <= free // 4
 
 
 class Batches:

@@ -147,10 +147,10 @@ def _cache_directory(data: Data, stamps: sources.Stamps) -> Path:
 
 
 def prepare(data: Data) -> Manifest:
-    """Returns the shards' manifest. If they are missing, one process makes them while the others wait, for a bounded time.
+    """Returns the shards' manifest. If they are missing, one process makes them while the others wait: the lock ends with its process.
 
     Raises:
-        UserError: the data is missing or corrupt, the folder cannot be written, or the wait took too long.
+        UserError: the data is missing or corrupt, or the folder cannot be written.
     """
     if data.shards is not None:
         return Manifest.fetch(data) if "://" in data.shards else Manifest.read(Path(data.shards))
@@ -160,7 +160,7 @@ def prepare(data: Data) -> Manifest:
     lock = directory.with_name(f"{directory.name.rpartition('-')[0]}.lock")  # not of these files: they may be under way
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
-        with filelock.FileLock(lock, timeout=data.prepare_timeout):
+        with filelock.FileLock(lock):
             stamps = _stamps(data)  # before the files are read: others may replace them meanwhile
             directory = _cache_directory(data, stamps)
             if not (directory / MANIFEST).exists():
@@ -171,11 +171,6 @@ def prepare(data: Data) -> Manifest:
                 made = write(stream, directory, data.source)
                 if data.source not in sources.SOURCES and not made.fits(data):
                     say(f"warning: {made.statistics(data)}", sys.stderr)
-    except filelock.Timeout:
-        raise UserError(
-            f"another process has held {lock} for {data.prepare_timeout:.0f} s: check that process, "
-            "or wait longer with data.prepare_timeout"
-        ) from None
     except OSError as error:
         raise UserError(
             f"cannot use {lock.parent} ({error.strerror}): set data.root to a folder that can be written, "

@@ -4,7 +4,7 @@ Samples are uint8 images [n, h, w, c] or float32 feature vectors [n, f]; the ten
 
 manifest = shard_writer.prepare(config.data)                    # finds them, or makes them once a node under a file lock.
 manifest.file(manifest.splits["train"][0], verify=True)   # matches its sha256; a bucket's file is downloaded.
-samples = Samples.open(manifest, "train")                 # maps its files, and reads none.
+samples = Samples.open(manifest, "train")                 # maps its files.
 """
 
 from __future__ import annotations
@@ -12,27 +12,23 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import math
-import mmap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+import safetensors
 import torch
 from pydantic import AfterValidator, Field
 
 from .. import files
-from ..bucket import Bucket, Damaged, as_user_error
+from ..bucket import Bucket, as_user_error
 from ..config import Data, settings
 from ..config.settings import Section
 from ..contract import UserError
-from ..parallel.packing import DTYPE_NAMES
 
 MANIFEST = "manifest.json"
 SPLITS = ("train", "test")
 MAX_MANIFEST = 16 << 20
-_MAX_HEADER = 1 << 20
-"""Most bytes of a file's header, which lists its tensors."""
 _NEAR = 0.02
 """Difference of two means or deviations that changes no training."""
 _MEND = "make the shards again (python -m lockstep.training shard)"
@@ -178,110 +174,70 @@ class Manifest(Section):
 
     def _fetched(self, bucket: Bucket, shard: Shard, verify: bool) -> Path:
         """Returns a shard's file on this disk. Fetches it if it is missing, or with `verify` if it has changed."""
-        path, place = self.directory / shard.sha256, f"{bucket.url}/{shard.file}"
-        largest = shard.count * (math.prod(self.shape) * self.dtype.itemsize + 8) + 8 + _MAX_HEADER
+        path = self.directory / shard.sha256
         with as_user_error("data.shards cannot be used"):
-            try:
-                if path.exists() and not (verify and files.difference(path, shard.sha256)):
-                    return path
-                self.directory.mkdir(parents=True, exist_ok=True)
-                if (size := bucket.size(shard.file)) > largest:
-                    raise CorruptShard(f"{place} has {size} bytes, at most {largest} were expected")
-                with files.replacing(path) as staging:
-                    bucket.fetch(shard.file, size, path.name, staging)
-            except Damaged as error:
-                raise CorruptShard(str(error)) from None
-            except OSError as error:
-                if error.errno is None:  # of the bucket
-                    raise
-                raise UserError(
-                    f"cannot keep {place} in {self.directory} ({error.strerror}): remove shards that no run needs, or set data.root to a "
-                    "folder with more space"
-                ) from None
+            if path.exists() and not (verify and files.difference(path, shard.sha256)):
+                return path
+            self.directory.mkdir(parents=True, exist_ok=True)
+            with files.replacing(path) as staging:
+                bucket.fetch(shard.file, staging)
+                if different := files.difference(staging, shard.sha256):
+                    raise CorruptShard(f"{bucket.url}/{shard.file} {different}")
         return path
-
-
-class _Mapped:
-    """A safetensors file of samples and labels, mapped into memory.
-
-    Raises `OSError`; anything that `files.reading` explains for a file that is another one.
-    """
-
-    def __init__(self, path: Path, count: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        with files.regular(path) as file:
-            size = int.from_bytes(file.read(8), "little")
-            self._head = json.loads(file.read(min(size, _MAX_HEADER)))
-            # Copy-on-write: torch has no read-only tensors. Nothing here writes, so no page is copied.
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        self._begin = 8 + size
-        self.samples = self._tensor("images", (count, *shape), dtype)
-        self.labels = self._tensor("labels", (count,), torch.int64).clone()
-
-    def _tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        low, size = self._head[name]["data_offsets"][0], math.prod(shape) * dtype.itemsize
-        about = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [low, low + size]}
-        if self._head[name] != about or low < 0:
-            raise ValueError(f"its {name} are not {dtype} {list(shape)}, as the manifest says")
-        return torch.frombuffer(self._map, dtype=dtype, count=math.prod(shape), offset=self._begin + low).view(shape)
-
-    def give_back(self) -> None:
-        """Returns the pages that were read to the kernel. A later read brings them back, mostly from the kernel's cache."""
-        if hasattr(mmap, "MADV_DONTNEED"):
-            self._map.madvise(mmap.MADV_DONTNEED)
 
 
 @dataclass(slots=True)
 class Samples:
-    """The samples of one split, from files that are mapped into memory, not read.
-
-    `take` gives the pages that it has read back to the kernel.
-    """
+    """The samples of one split, from files that are mapped into memory, not read."""
 
     starts: list[int]
     """The first id of each file."""
-    mapped: list[_Mapped]
+    files: list[tuple[torch.Tensor, torch.Tensor]]
+    """(samples, labels) of each file."""
 
     def __len__(self) -> int:
-        return sum(len(file.labels) for file in self.mapped)
+        return sum(len(labels) for _, labels in self.files)
 
     @property
     def num_bytes(self) -> int:
-        return sum(file.samples.numel() * file.samples.element_size() for file in self.mapped)
+        return sum(samples.nbytes for samples, _ in self.files)
 
     @classmethod
     def open(cls, manifest: Manifest, split: str) -> Samples:
         """Opens the files of a split. Raises `UserError` for one that is missing, or not of the manifest's shapes."""
         shards = manifest.splits[split]
-        starts = itertools.accumulate((shard.count for shard in shards[:-1]), initial=0)
-        return cls([*starts], [_opened(manifest, shard) for shard in shards])
+        starts = [0, *itertools.accumulate(shard.count for shard in shards[:-1])]
+        return cls(starts, [_opened(manifest, shard) for shard in shards])
 
     def take(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (samples [b, …], labels [b]) of global ids, gathered on the CPU."""
-        first = self.mapped[0].samples
-        if len(self.mapped) == 1:
-            images, labels = first[ids], self.mapped[0].labels[ids]
-        else:
-            images = torch.empty((len(ids), *first.shape[1:]), dtype=first.dtype)
-            labels = torch.empty(len(ids), dtype=torch.int64)
-            for start, file in zip(self.starts, self.mapped):
-                inside = (ids >= start) & (ids < start + len(file.labels))
-                images[inside] = file.samples[ids[inside] - start]
-                labels[inside] = file.labels[ids[inside] - start]
-        for file in self.mapped:
-            file.give_back()
+        first, its_labels = self.files[0]
+        if len(self.files) == 1:
+            return first[ids], its_labels[ids]
+        images = torch.empty((len(ids), *first.shape[1:]), dtype=first.dtype)
+        labels = torch.empty(len(ids), dtype=torch.int64)
+        for start, (some_images, some_labels) in zip(self.starts, self.files):
+            inside = (ids >= start) & (ids < start + len(some_labels))
+            images[inside] = some_images[ids[inside] - start]
+            labels[inside] = some_labels[ids[inside] - start]
         return images, labels
 
     def all(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns (images, labels) of all ids in their order, without a copy if one file holds them."""
-        if len(self.mapped) == 1:
-            return self.mapped[0].samples, self.mapped[0].labels
-        return torch.cat([file.samples for file in self.mapped]), torch.cat([file.labels for file in self.mapped])
+        """Returns (samples, labels) of all ids in their order, without a copy if one file holds them."""
+        if len(self.files) == 1:
+            return self.files[0]
+        return torch.cat([images for images, _ in self.files]), torch.cat([labels for _, labels in self.files])
 
 
-def _opened(manifest: Manifest, shard: Shard) -> _Mapped:
+def _opened(manifest: Manifest, shard: Shard) -> tuple[torch.Tensor, torch.Tensor]:
+    """Maps a file of samples and labels. Raises `CorruptShard` if it is not of the manifest's shapes."""
     path = manifest.file(shard)
-    with files.reading(path, CorruptShard, f": {_MEND}"):
-        mapped = _Mapped(path, shard.count, manifest.shape, manifest.dtype)
-        if int(mapped.labels.min()) < 0 or int(mapped.labels.max()) >= len(manifest.classes):
+    with files.reading(path, CorruptShard, f": {_MEND}"), files.regular(path):
+        with safetensors.safe_open(path, "pt") as file:
+            images, labels = file.get_tensor("images"), file.get_tensor("labels")
+        expected = (manifest.dtype, (shard.count, *manifest.shape), torch.int64, (shard.count,))
+        if (images.dtype, tuple(images.shape), labels.dtype, tuple(labels.shape)) != expected:
+            raise ValueError(f"it holds {images.dtype} {list(images.shape)}, not {expected[0]} {list(expected[1])}")
+        if int(labels.min()) < 0 or int(labels.max()) >= len(manifest.classes):
             raise ValueError(f"it has labels outside 0 … {len(manifest.classes) - 1}")
-    return mapped
+    return images, labels

@@ -209,7 +209,7 @@ def _summary(errors: list[Any]) -> tuple[int, str]:
 
 
 @contextlib.contextmanager
-def waiting_for_all(world: World, what: str, seconds: float, setting: str = "") -> Iterator[None]:
+def waiting_for_all(world: World, what: str, seconds: float) -> Iterator[None]:
     """Runs a block as `failing_together` does, if it may take longer on some ranks than a collective may. An example is data that one
     node prepares and another has already. Collective.
 
@@ -219,7 +219,6 @@ def waiting_for_all(world: World, what: str, seconds: float, setting: str = "") 
     Args:
         what: name of the work, for the message.
         seconds: longest wait for the others.
-        setting: name of the setting that has this limit, for the message; "": there is none.
 
     Raises:
         UserError: as `raise_together`; or the others took longer than `seconds`, or one of them is gone.
@@ -243,7 +242,6 @@ def waiting_for_all(world: World, what: str, seconds: float, setting: str = "") 
         over, cause = time.monotonic() - began >= seconds, str(caught).splitlines()[0].partition(" in ")[0]
         late = UserError(
             f"not all ranks could {what}{f' within {seconds:.0f} s' if over else ''} ({cause}): check their nodes"
-            + (f", or wait longer with {setting}" if over and setting else "")
         )
         late.code = EXIT_FAILED
         raise late from error

@@ -46,7 +46,7 @@ def split(tree: Any, name: Callable[[tuple[str, ...]], str] | None = None) -> tu
             return value
         if isinstance(value, torch.Tensor):
             if value.dtype not in DTYPE_NAMES:
-                raise TypeError(f"a tree cannot hold {value.dtype}")
+                raise TypeError(f"{'/'.join(place)}: a tree cannot hold a tensor of {value.dtype}")
             key = len(tensors) if name is None else name(place)
             tensors[key] = value.detach()
             return {"$tensor": key}
@@ -70,7 +70,7 @@ def split(tree: Any, name: Callable[[tuple[str, ...]], str] | None = None) -> tu
             return {"$bytes": walk(as_bytes(bytes(value)), place)}
         if isinstance(value, (set, frozenset)):
             return {"$set" if isinstance(value, set) else "$frozenset": all_of(value, place)}
-        raise TypeError(f"a tree cannot hold a {type(value).__name__}")
+        raise TypeError(f"{'/'.join(place)}: a tree cannot hold {getattr(value, 'dtype', 'a')} {type(value).__name__}")
 
     return walk(tree, ()), tensors
 

@@ -26,6 +26,7 @@ from ..data.batches import Batch, Batches, Division, Stored
 from ..data.order import Parts
 from ..data.shard_writer import prepare as prepare_shards
 from ..data.shards import Manifest, Samples
+from ..limits import PREPARE_SECONDS
 from ..models.arithmetic import (
     arithmetic_of,
     autocast,
@@ -244,7 +245,7 @@ def _decided(run: Session, config: Config, begun: Mapping[str, Any], **choices: 
 
 def _shards(config: Config, world: World) -> Manifest:
     """The shards, made where there are none, and verified. Collective."""
-    with waiting_for_all(world, "prepare the data", config.data.prepare_timeout, "data.prepare_timeout"):
+    with waiting_for_all(world, "prepare the data", PREPARE_SECONDS):
         manifest = prepare_shards(config.data)
         files = [*manifest.splits["train"], *manifest.splits["test"]]  # which the ranks of a node share
         mine = files[world.local_rank :: world.local_size]

@@ -94,33 +94,27 @@ def cut(samples: Any, labels: Any) -> Generator[Piece, None, None]:
 def checked(samples: Any, labels: Any, where: str) -> tuple[np.ndarray, np.ndarray]:
     """Returns (uint8 images [n, h, w, c] or float32 vectors [n, f], int64 labels [n]) of a piece.
 
-    Raises a `UserError` that begins with `where` for a piece that is neither.
+    Raises a `UserError` that begins with `where` for another piece.
     """
-    if not isinstance(samples, np.ndarray) or not isinstance(labels, np.ndarray):
-        kinds = f"({type(samples).__name__}, {type(labels).__name__})"
-        raise UserError(f"{where} is {kinds}, expected two numpy arrays (samples, labels)")
-    if samples.dtype == np.uint8 and samples.ndim == 4:
-        if samples.shape[3] > 4 and samples.shape[1] in (1, 3):
-            raise UserError(
-                f"{where} has images of shape {list(samples.shape)}: give them as [n, h, w, c], channels last"
-            )
-    elif samples.dtype.kind == "f" and samples.ndim == 2:
+    arrays = isinstance(samples, np.ndarray) and isinstance(labels, np.ndarray)
+    given = [f"{one.dtype} {list(one.shape)}" if arrays else type(one).__name__ for one in (samples, labels)]
+    images = arrays and samples.dtype == np.uint8 and samples.ndim == 4
+    if images:
+        images = samples.shape[3] <= 4 or samples.shape[1] not in (1, 3)  # else the channels come first
+    if (
+        not (images or (arrays and samples.dtype.kind == "f" and samples.ndim == 2))
+        or not all(0 < size < 1 << 16 for size in samples.shape[1:])
+        or (labels.dtype.kind not in "iu" or labels.shape != samples.shape[:1])
+    ):
+        raise UserError(
+            f"{where} is ({', '.join(given)}), expected (uint8 images [n, h, w, c] or float vectors [n, f], whole numbers [n]), "
+            "with 1 … 65535 in each dimension but n"
+        )
+    if not images:
         samples = samples.astype(np.float32, copy=False)
         if not np.isfinite(samples).all():
             row = int(np.flatnonzero(~np.isfinite(samples).all(1))[0])
             raise UserError(f"{where} has a value that is not a finite float32 number, in its sample {row}")
-    else:
-        raise UserError(
-            f"{where} has samples of {samples.dtype} {list(samples.shape)}, "
-            "expected uint8 images [n, h, w, c] or float feature vectors [n, f]"
-        )
-    if 0 in samples.shape[1:] or max(samples.shape[1:]) >= 1 << 16:
-        raise UserError(f"{where} has samples of shape {list(samples.shape[1:])}, expected 1 … 65535 in each dimension")
-    if labels.dtype.kind not in "iu" or labels.shape != samples.shape[:1]:
-        raise UserError(
-            f"{where} has labels of {labels.dtype} {list(labels.shape)} for {len(samples)} samples, "
-            "expected whole numbers, one for each sample"
-        )
     if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < 1 << 16:  # before a cast can wrap them
         raise UserError(f"{where} has labels {labels.min()} … {labels.max()}, expected 0 … 65535")
     return samples, labels.astype(np.int64)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import io
 import os
 import threading
@@ -16,9 +15,7 @@ import pytest
 from obstore.exceptions import GenericError, PreconditionError
 from obstore.store import MemoryStore
 
-from lockstep.training.bucket import Damaged, File, Head
-from lockstep.training.checkpoint.object_store import ObjectStore
-from lockstep.training.checkpoint.store import Rule
+from lockstep.training.checkpoint.object_store import Head, ObjectStore
 from tests.product import UserError
 
 pytestmark = pytest.mark.promise("object-stores")
@@ -114,49 +111,18 @@ def test_a_store_that_refuses_its_own_tag_is_named(run: Path, monkeypatch: pytes
         acquired(run)
 
 
-def test_a_download_has_the_last_commit_although_a_newer_one_comes_meanwhile(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    objects, reader = acquired(run), ObjectStore("s3://bucket/run")
-    objects.commit(None)
-    read, newer = ObjectStore.read_head, [b"newer"]
-
-    def late(self: ObjectStore) -> Any:
-        found = read(self)
-        if self is reader and newer:
-            (run / "events.jsonl").write_bytes(newer.pop())
-            objects.commit(None)  # it removes files of the head that the reader has
-        return found
-
-    monkeypatch.setattr(ObjectStore, "read_head", late)
-    (tmp_path / "copy").mkdir()
-    reader.download(tmp_path / "copy", lambda: None, print)
-    assert content(tmp_path / "copy") == content(run)
-
-
 @pytest.mark.parametrize("name", ["../events.jsonl", "/etc/passwd", "checkpoints/x", "events.jsonl/x", "hang.jsonl"])
 def test_names_of_other_files_are_not_written(name: str, run: Path, tmp_path: Path) -> None:
     objects = acquired(run)
     data = io.BytesIO()
     with zipfile.ZipFile(data, "w") as archive:
         archive.writestr(name, b"of another program")
-    digest = hashlib.sha256(data.getvalue()).hexdigest()
-    file = File(key=f"{'0' * 32}/run/files.zip", sha256=digest, bytes=len(data.getvalue()))
-    head = Head(run="0" * 32, holder="a" * 32, commit="c" * 32, run_yaml="{}", run_files=file)
-    objects.put(file.key, data.getvalue())
+    head = Head(run="0" * 32, holder="a" * 32, commit="c" * 32, run_yaml="{}", archive="files.zip")
+    objects.put("files.zip", data.getvalue())
     objects.put("head", head.text())
     (tmp_path / "copy").mkdir()
-    ObjectStore("s3://bucket/run").download(tmp_path / "copy", lambda: None, print)
+    ObjectStore("s3://bucket/run").download(tmp_path / "copy", print)
     assert content(tmp_path / "copy") == {"run.yaml": b"{}"}
-
-
-@pytest.mark.parametrize("wanted", [7, Rule("accuracy", 1)])
-def test_a_checkpoint_that_is_asked_for_of_a_run_without_one_is_missed(
-    wanted: int | Rule, run: Path, tmp_path: Path
-) -> None:
-    acquired(run).commit(None)
-    with pytest.raises(UserError, match="s3://bucket/run has no checkpoint yet"):
-        ObjectStore("s3://bucket/run").download(tmp_path, lambda: wanted, print)
 
 
 def test_an_event_loop_that_runs_is_not_in_the_way(run: Path, tmp_path: Path) -> None:
@@ -164,7 +130,7 @@ def test_an_event_loop_that_runs_is_not_in_the_way(run: Path, tmp_path: Path) ->
     acquired(run).commit(None)
 
     async def cell() -> None:
-        ObjectStore("s3://bucket/run").download(tmp_path / "copy", lambda: None, print)
+        ObjectStore("s3://bucket/run").download(tmp_path / "copy", print)
 
     (tmp_path / "copy").mkdir()
     asyncio.run(cell())
@@ -173,9 +139,9 @@ def test_an_event_loop_that_runs_is_not_in_the_way(run: Path, tmp_path: Path) ->
 
 @pytest.mark.parametrize("data", [b"of another program", b""])
 def test_an_archive_that_is_none_is_named(data: bytes, run: Path, tmp_path: Path) -> None:
-    objects = acquired(run)
-    file = File(key=f"{'0' * 32}/run/files.zip", sha256=hashlib.sha256(data).hexdigest(), bytes=len(data))
-    objects.put(file.key, data)
-    objects.put("head", Head(run="0" * 32, holder="a" * 32, commit="c" * 32, run_yaml="{}", run_files=file).text())
-    with pytest.raises(Damaged, match="files.zip"):
-        ObjectStore("s3://bucket/run").download(tmp_path, lambda: None, print)
+    objects, told = acquired(run), list[str]()
+    objects.put("files.zip", data)
+    head = Head(run="0" * 32, holder="a" * 32, commit="c" * 32, run_yaml="{}", archive="files.zip")
+    objects.put("head", head.text())
+    ObjectStore("s3://bucket/run").download(tmp_path, told.append)
+    assert len(told) == 1 and "files.zip" in told[0]

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from lockstep.training.data import shard_writer
 from lockstep.training.data.shards import Manifest, Samples
@@ -57,29 +56,3 @@ def test_data_that_is_replaced_makes_other_shards(tmp_path: Path) -> None:
     assert product.prepared(settings).checksum == first
     batch.write_bytes(batch.read_bytes()[:-1] + b"\x01")
     assert product.prepared(settings).checksum != first
-
-
-def _resident(folder: Path) -> int:
-    """Bytes of the files below a folder that this process has in its memory."""
-    found, inside = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if "-" in line.split(" ")[0]:
-            inside = str(folder) in line
-        elif inside and line.startswith("Rss:"):
-            found += int(line.split()[1]) << 10
-    return found
-
-
-@pytest.mark.promise("data-memory")
-def test_what_was_read_is_given_back(tmp_path: Path) -> None:
-    """64 MB in 4 files: each batch leaves nothing of them in memory."""
-    images = np.random.default_rng(0).integers(0, 256, (512, 209, 209, 3), dtype=np.uint8)
-    labels = np.arange(512) % 10
-    made = product.sharded(tmp_path / "made", (images, labels), (images[:8], labels[:8]), list("0123456789"), 4)
-    left = []
-    samples = Samples.open(made, "train")
-    for ids in torch.randperm(512).split(16):
-        taken, its = samples.take(ids)
-        left.append(_resident(made.directory))
-        assert np.array_equal(taken, images[ids]) and np.array_equal(its, labels[ids])
-    assert max(left) < 1 << 20, left
