@@ -25,7 +25,7 @@ DAMAGED: dict[str, tuple[str, Callable[[bytes], bytes] | None, str]] = {
     "images cut off": (TRAIN, lambda b: b[:-5], TRAIN),
     "of floats": (TRAIN, lambda b: b"\0\0\x0d\x03" + b[4:], TRAIN),
     "huge": (TRAIN, lambda b: b[:4] + b"\x7f\xff\xff\xff" * 3 + b[16:], TRAIN),
-    "two labels": (LABELS, lambda b: b[:4] + b"\0\0\0\x02" + b[8:10], r"labels of uint8 \[2\] for 30 samples"),
+    "two labels": (LABELS, lambda b: b[:4] + b"\0\0\0\x02" + b[8:10], r"is \(uint8 \[30, 28, 28, 1\], uint8 \[2\]\), expected"),
     "label 10": (f"{RAW}/t10k-labels-idx1-ubyte", lambda b: b[:-1] + b"\x0a", "has a label 10, and names 10 classes"),
     "of MNIST": (
         LABELS, lambda b: b[:8] + bytes([5, 0, 4, 1, 9, 2, 1, 3, 1, 4, 3, 5, 3, 6, 1, 7]) + b[24:], "holds MNIST, expected"
