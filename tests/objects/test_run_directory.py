@@ -178,6 +178,6 @@ def test_what_cannot_be_fetched_is_one_line(server: int, proxy: Proxy, tmp_path:
         assert (done.code, len(done.output.splitlines())) == (code, 1) and says in done.output, (target, done.output)
         assert not (tmp_path / "x").exists()
     warned = lockstep(env, tmp_path, "fetch", f"s3://bucket/{name}", "x")
-    assert warned.code == 0 and "what the run has written down is lost" in warned.output, warned.output
+    assert warned.code == 0 and "what earlier attempts have written down is lost" in warned.output, warned.output
     there = lockstep(env, tmp_path, "fetch", f"s3://bucket/{name}", "a")
     assert there.code == 2 and "a exists already: choose another directory" in there.output, there.output
