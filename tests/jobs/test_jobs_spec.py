@@ -126,7 +126,9 @@ def test_yaml_flags_and_python_make_the_same_job(tmp_path: Path) -> None:
 def test_a_record_is_whole_and_one_of_another_version_is_refused_by_the_setting_that_is_unknown() -> None:
     spec = JobSpec.of({"name": "new", "recipe": "smoke", "gpus": 4, "k8s": {"queue": "gpu"}})
     assert JobSpec.recorded("new", spec.record()) == spec
-    with pytest.raises(UserError, match="the record of old: unknown setting 'warp_drive'"):
+    with pytest.raises(
+        UserError, match="the record of old is .*another version of Lockstep: unknown setting 'warp_drive'"
+    ):
         JobSpec.recorded("old", {**spec.record(), "warp_drive": 9})
 
 
