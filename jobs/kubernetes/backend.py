@@ -374,14 +374,13 @@ class KubernetesBackend(Cluster):
     def exec(self, known: JobRecord, rank: int, command: Lines, streams: Streams) -> int:
         from .exec import beside
 
-        spec = known.spec
-        host = hosts(known.handle)[rank // spec.ranks]
+        (host,) = self._of_rank(known, rank)
         pod = self.pod(known.handle, host)
         if pod is None:
             raise UserError(f"rank {rank} does not run: the pod {host} is gone")
         there = ["kubectl", "--namespace", self.namespace, *(["--context", self.context] if self.context else [])]
         name, container = str(get(pod, "metadata", "name")), CONTAINERS[known.handle["kind"]]
-        return beside(there, name, container, rank, command, spec.run_directory, streams)
+        return beside(there, name, container, rank, command, known.spec.run_directory, streams)
 
     def stop(self, known: JobRecord) -> Status:
         self._delete(known)
