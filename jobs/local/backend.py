@@ -206,9 +206,8 @@ class LocalBackend(Backend):
             (folder / "cancelled").touch()
         if (supervisor := self._alive(folder, SUPERVISOR)) is not None:
             supervise.send([supervisor], signal.SIGTERM)
-        status = self.wait(
-            known.name, record.grace + 2 * supervise.KILL_SECONDS
-        )  # the supervisor kills, after the grace
+        # The supervisor kills, after the grace.
+        status = self.wait(known.name, record.grace + 2 * supervise.KILL_SECONDS)
         if not status.final:
             raise UserError(
                 f"{known.name} has not ended: the kernel holds its processes, often for a disk or a GPU. Once they are gone, "
