@@ -187,9 +187,7 @@ class LocalBackend(Backend):
         path = self.folder / known.name / LOG
         with files.reading(path):
             files.regular(path).close()
-        return follow_logs(
-            {0: path}, rank, True, lambda: not follow or self.status(known.name).final, POLL_SECONDS, last
-        )  # fmt: skip
+        return follow_logs({0: path}, rank, True, lambda: not follow or self.status(known.name).final, POLL_SECONDS, last)  # fmt: skip
 
     def exec(self, known: JobRecord, rank: int, command: Lines, streams: Streams) -> int:
         record = known.handle

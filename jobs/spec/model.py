@@ -338,7 +338,10 @@ class JobSpec(Section):
                     f"shards: {self.recipe} is not on this machine, so its data source is not known: leave out shards"
                 )
         except UserError as error:
-            raise UserError(f"{where}: {str(error).replace('--set', 'overrides')}") from None
+            text = str(error).replace("--set", "overrides")
+            if re.search(r"'metrics\.(port|address)'", text):
+                text += "; set metrics_port of the job, or LOCKSTEP_METRICS_ADDRESS in its env"
+            raise UserError(f"{where}: {text}") from None
 
 
 def _over(below: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:

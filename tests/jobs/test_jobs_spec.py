@@ -20,6 +20,8 @@ BASE: dict[str, Any] = {"name": "a", "recipe": "smoke"}
     ("text", "named"),
     [
         ("nodse: 2", "did you mean 'nodes'"), ("recipe: smok", "line 3: key 'recipe' twice"), ("overrides:\n  lrr: 1", "did you mean 'lr'"),
+        ("overrides: {metrics.port: 9500}", "set metrics_port of the job"),
+        ("overrides: {metrics.address: any}", "LOCKSTEP_METRICS_ADDRESS in its env"),
         ("k8s:\n  quue: x", "did you mean 'queue'"),
         ("kubernetes: {}", "did you mean 'k8s'"), ("memory: 64", "must be a size such as 512Mi"), ("memory: 32GB", "got '32GB'"),
         ("nodes: x\ngpus: y", "nodes must be a valid integer, got 'x'; gpus"), ("env: {A: 1}", "env.A"),
