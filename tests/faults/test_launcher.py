@@ -50,6 +50,8 @@ import os, signal, sys, time
 counted, mine, other = sys.argv[1:]
 with open(counted, "a") as file:
     file.write(os.environ["RANK"])
+with open(counted + ".order", "a") as file:
+    print(*{"a", "b", "c", "d", "e", "f"}, file=file)
 if os.environ["RANK"] == "0":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(int(other)))
     open(counted + ".ready", "w").close()
@@ -79,6 +81,8 @@ def test_restarts_and_the_code_for_the_cluster(
     done = _launched("--ranks", "2", "--grace", "20", *launch, "--", PYTHON, "-c", END, str(counted), mine, str(other))
     assert done.code == code and "Traceback" not in done.output, done.output
     assert counted.read_text().count("1") == starts
+    orders = {line for line in counted.with_suffix(".order").read_text().splitlines() if len(line) == 11}  # a rank may be killed before
+    assert len(orders) == 1, f"a set has one order on all ranks and in each start: {orders}"
 
 
 def _launched(*words: str, cwd: Path = ROOT) -> Result:

@@ -305,7 +305,8 @@ with Session(sys.argv[1]) as run:
     assert "3 on rank 0, 4 on rank 1" in done.output, done.output
 
 
-def test_another_order_of_the_samples_on_a_rank_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("call", ["batches", "iterate"])
+def test_another_order_of_the_samples_on_a_rank_is_refused(tmp_path: Path, call: str) -> None:
     """The ranks' datasets have another order, or other samples. Random transforms and paths of a rank's disk may differ. Images that two
     machines decode in different ways are a warning."""
     lines = """
@@ -331,10 +332,13 @@ with Session(sys.argv[1]) as run:
     assert run.evaluate(lambda *samples: len(samples), decoded, collate=list) == 1.0
     names.sort(key=lambda name: (name * (5 + 2 * run.rank)) % 64)  # as a set of names comes, whose order each process draws
     for _ in run.epochs(1):
-        for b in run.batches(Files(names), 16, collate=list): step(run, m, b)
+        files = Files(names)
+        sampler = torch.utils.data.DistributedSampler(files, run.size, run.rank)
+        loader = torch.utils.data.DataLoader(files, 8, sampler=sampler, collate_fn=list)
+        for b in run.batches(files, 16, collate=list) if sys.argv[2] == "batches" else run.iterate(loader): step(run, m, b)
 """
-    done = script(2, SCRIPT + lines, tmp_path / "run")
-    said = "error: run.batches() needs the same dataset on every rank, in the same order, and rank 1 has other samples than rank 0"
+    done = script(2, SCRIPT + lines, tmp_path / "run", call)
+    said = f"error: run.{call}() needs the same dataset on every rank, in the same order, and rank 1 has other samples than rank 0"
     assert done.code == 2 and done.output.count("error: ") == 1 and said in done.output, done.output
     assert done.output.count("warning: rank 0: run.evaluate() needs the same dataset on every rank") == 1, done.output
 
