@@ -149,7 +149,14 @@ def losses(o, y, weight):
     yield "scaled", each.sum() * (1 / len(y))
     yield "penalty", each.mean() + 0.1 * weight.square().sum() + weight.abs().sum()
     yield "features", (o - target).square().mean(0).sum()
-kinds = "reduction", "by hand", "two terms", "mean", "divided", "scaled", "penalty", "features"
+    yield "shares", (each / len(each)).sum()
+    yield "stack", torch.stack([one / 16 for one in each]).sum()
+    twice = each.sum()
+    for _ in range(60):
+        twice = (twice + twice) / 2
+    yield "twice", twice / 16
+    yield "deep", sum(each.sum() / 32000 for _ in range(2000))
+kinds = "reduction", "by hand", "two terms", "mean", "divided", "scaled", "penalty", "features", "shares", "stack", "twice", "deep"
 for kind in kinds:
     with Session(f"{sys.argv[1]}/{kind}", sync="flat") as run:
         torch.manual_seed(1)
@@ -166,10 +173,11 @@ for kind in kinds:
 
 
 def test_a_computed_loss_that_is_a_sum_is_named(tmp_path: Path) -> None:
-    """Two ranks would step by half of its gradient. A sum that is divided, a penalty of weights and a sum over features are not named."""
+    """Two ranks would step by half of its gradient. A sum that is divided, a penalty of weights and a sum over features are not named,
+    and neither is a graph of thousands of operations."""
     done = script(2, LOSSES, tmp_path)
     assert done.code == 0, done.output
     _, *pieces = done.output.split("KIND ")
     named = {piece.splitlines()[0]: piece.count("the loss is a sum over the samples of this rank") for piece in pieces}
     sums = ("reduction", "by hand", "two terms")
-    assert len(named) == 8 and named == {kind: int(kind in sums) for kind in named}, done.output
+    assert len(named) == 12 and named == {kind: int(kind in sums) for kind in named}, done.output
