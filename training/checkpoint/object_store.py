@@ -340,6 +340,9 @@ class ObjectStore(Bucket):
         """Swaps the head for a head of this attempt. Raises `OSError`."""
         previous, holder = self.read_head(), self._holder
         if previous is not None and previous[0].run_yaml:
+            record = files.read_json(self._run_dir / RECORD)
+            if not isinstance(record, dict) or record.get("run") != previous[0].run:
+                raise UserError(f"{self.url} has another run, which began at the same time: choose another prefix")
             head = previous[0].model_copy(update={"holder": holder, "commit": secrets.token_hex(16)})
         else:
             head = Head(

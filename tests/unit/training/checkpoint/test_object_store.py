@@ -171,6 +171,17 @@ def test_what_is_damaged_on_its_way_is_read_again(
     assert content(tmp_path / "other") == content(run)
 
 
+def test_of_two_runs_that_begin_at_once_in_one_place_the_later_one_is_refused(run: Path, tmp_path: Path) -> None:
+    """It would go on from the other one's checkpoint, under its own settings."""
+    (tmp_path / "other").mkdir()
+    other = ObjectStore("s3://bucket/run")
+    other.check(tmp_path / "other", "word")
+    acquired(run).commit(checkpoint(run, 3))
+    with pytest.raises(UserError, match="another run"):
+        other.acquire("word", print)
+    assert not (tmp_path / "other/checkpoints").exists()
+
+
 def test_a_commit_during_a_download_is_no_damage(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     objects, get = acquired(run), obstore.get_range
     objects.commit(checkpoint(run, 3))
