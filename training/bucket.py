@@ -146,9 +146,9 @@ class Bucket:
                 self._obstore.delete(self._store, list(keys))
 
 
-def read_again(damaged: type[Exception] | tuple[type[Exception], ...], read: Callable[..., R], *arguments: Any) -> R:
+def read_again(damaged: tuple[type[Exception], ...], read: Callable[..., R], *arguments: Any) -> R:
     """Returns what `read` does, at its second try if the first raises `damaged`: an object may be damaged on its way alone."""
-    with contextlib.suppress(damaged):
+    with contextlib.suppress(*damaged):
         return read(*arguments)
     return read(*arguments)
 

@@ -283,7 +283,7 @@ class ObjectStore(Bucket):
         """
         checkpoints, newest = run_dir / CHECKPOINTS, None
         try:
-            read_again(Damaged, self._fetch_history, head, run_dir)
+            read_again((Damaged,), self._fetch_history, head, run_dir)
         except (FileNotFoundError, Damaged) as error:
             warn(f"what earlier attempts have written down is lost: {error}")
         checkpoints.mkdir(exist_ok=True)

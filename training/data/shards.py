@@ -179,7 +179,7 @@ class Manifest(Section):
             if path.exists() and not (verify and files.difference(path, shard.sha256)):
                 return path
             self.directory.mkdir(parents=True, exist_ok=True)
-            read_again(CorruptShard, self._fetch, bucket, shard, path)
+            read_again((CorruptShard,), self._fetch, bucket, shard, path)
         return path
 
     def _fetch(self, bucket: Bucket, shard: Shard, path: Path) -> None:
