@@ -512,7 +512,7 @@ def backend_of(name: str) -> type[Backend]:
 
 def _check_ours(known: JobRecord) -> None:
     if known.hash is None:
-        raise UserError(f"{known.name} exists, and lockstep did not make it: choose another name")
+        raise UserError(f"lockstep did not make {known.name}, and leaves it alone: choose another name")
 
 
 def _check_rank(known: JobRecord, rank: int | None) -> None:

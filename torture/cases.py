@@ -50,7 +50,9 @@ class Case:
     def verdict(self) -> str:
         if self.problems:
             return "; ".join(self.problems)
-        return "held" if any(self.done) else "not disturbed: it had ended before"
+        if not any(self.done):
+            return "not disturbed: it had ended before"
+        return "ended, weights not compared" if self.weights == "not compared" else "held"
 
 
 class Torture:

@@ -56,9 +56,11 @@ def _run(args: argparse.Namespace, torture: Torture) -> int:
         cases.append(torture.case(number))
         tell(_row(_cells(cases[-1])))
     failed = [case for case in cases if case.problems]
-    missed = sum(case.verdict.startswith("not disturbed") for case in cases)
+    counts = [sum(case.verdict.startswith(how) for case in cases) for how in ("held", "not disturbed", "ended, ")]
+    held, missed, uncompared = counts
     tell(
-        f"{len(cases) - len(failed) - missed} of {len(cases)} held, {len(failed)} did not, {missed} were not disturbed"
+        f"{held} of {len(cases)} held, {len(failed)} did not, {missed} were not disturbed"
+        + f", {uncompared} ended in weights that were not compared" * bool(uncompared)
     )
     for case in failed:
         tell(f"case {case.case} again: {_again(args, case)}")
@@ -71,7 +73,8 @@ def _run(args: argparse.Namespace, torture: Torture) -> int:
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(
         prog="lockstep torture", description="Disturbs a training at seeded moments, starts it again, and says whether it ends in the "
-        "weights of an undisturbed run. Exit codes: 0 all held, 1 something did not.",
+        "weights of an undisturbed run. Weights that differ without a disturbance are not compared. Exit codes: 0 all held, 1 something "
+        "did not.",
         epilog="COMMAND is `-- PROGRAM …` for your own program, or `RECIPE [--set …]`. {run} in it is the folder of a run, fresh in each "
         "case; a program that does not name it runs in that folder. {ranks} is the number of ranks. Faults: " + ", ".join(FAULTS) + ".",
     )  # fmt: skip

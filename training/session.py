@@ -17,6 +17,7 @@ from typing import Any, TypeVar, overload
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DistributedSampler
 
 from lockstep.wire.payload import SessionOptions
 
@@ -354,6 +355,13 @@ class Session(Reporting):
             >>> for x, y in run.iterate(loader):
             ...     run.step(F.cross_entropy(model(x), y), samples=len(y))
         """
+        if isinstance(
+            getattr(loader, "sampler", None), DistributedSampler
+        ):  # each rank takes other samples of one dataset
+            dataset, workers = loader.dataset, loader.num_workers  # type: ignore[attr-defined]
+            check_alike(
+                dataset, self.world, self.seed, workers, "run.iterate()", "give its loader a sampler of another kind"
+            )
         return self._started().iterate(loader, accumulate)
 
     def part(self, batch: T) -> T:

@@ -100,7 +100,13 @@ def local_size() -> int:
 
 
 def allreduce(tensor: torch.Tensor, average: bool = True) -> torch.Tensor:
-    """The mean (or the sum) over the ranks, as a new tensor. It has no gradient."""
+    """The mean (or the sum) over the ranks, as a new tensor. It has no gradient.
+
+    Raises:
+        ValueError: the gradient of `tensor` would be lost.
+    """
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        raise ValueError("allreduce has no gradient: give it tensor.detach()")
     total = tensor.detach().clone()
     dist.all_reduce(total)
     if not average:

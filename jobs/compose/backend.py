@@ -286,7 +286,5 @@ def _check_image(name: str | None) -> Check:
         return Check("image", "missing", "image is not set: add it to the job")
     about = engine.image(name)
     if about is None:
-        return Check(
-            "image", "warning", f"{name} is not on this machine: submit pulls it (make image-cpu builds lockstep:cpu)"
-        )
+        return Check("image", "warning", f"{name} is not here: submit pulls it (make image-cpu builds lockstep:cpu)")
     return Check("image", "ok", name)

@@ -299,7 +299,9 @@ class Api:
                 return super().is_exhausted() or time.monotonic() >= end
 
             def sleep(self, response: urllib3.BaseHTTPResponse | None = None) -> None:
-                asked = self.get_retry_after(response) if response is not None else None
+                asked = None
+                with contextlib.suppress(urllib3.exceptions.InvalidHeader):  # such as `1.5`: as if there were none
+                    asked = self.get_retry_after(response) if response is not None else None
                 wait(min(asked or self.get_backoff_time(), max(0.0, seconds_to_answer())))
 
         retry = Bounded(

@@ -234,8 +234,7 @@ class KubernetesBackend(Cluster):
         return SubmitResult(spec.name, made, self._where(live))
 
     def attach(self, job: Submission, known: JobRecord) -> SubmitResult:
-        if known.spec is not None:
-            self._complete(known.spec, known.handle)
+        self._complete(known.spec, known.handle)
         return super().attach(job, known)
 
     def _complete(self, spec: JobSpec, live: Manifest, rendered: Manifests | None = None) -> None:
@@ -258,7 +257,7 @@ class KubernetesBackend(Cluster):
         pieces = [(self._policies, policy)]
         if spec.code is not None:
             packed, maps = snapshots.packed(code_identity(spec)), f"/api/v1/namespaces/{self.namespace}/configmaps"
-            if len(packed) != spec.code.packed:
+            if len(packed) != get(spec_in(get(live, "metadata", "annotations")), "code", "packed"):
                 raise UserError(
                     f"the code of {spec.name} was packed on another machine: cancel the job and submit it again"
                 )
@@ -317,17 +316,15 @@ class KubernetesBackend(Cluster):
 
     def _printed_status(self, known: JobRecord) -> records.RunStatus | None:
         """Returns the newest status.json in the log of the first pod, whichever rank there printed it."""
-        if known.spec is None:
-            return None
         for line in reversed([*self._reader(known).tail(hosts(known.handle)[:1], None, False, STATUS_LINES)]):
             if '"event": "status"' in line:
                 with contextlib.suppress(ValueError):
                     return records.RunStatus.parse(files.parsed(PREFIX.sub("", line, count=1).encode()))
         return None
 
-    def _observe(self, job: Manifest, spec: JobSpec | None) -> Status:
+    def _observe(self, job: Manifest, spec: JobSpec) -> Status:
         pods, names = self.pods(job), hosts(job)
-        ranks, now, live = spec.ranks if spec else 1, self.api.now(), spec is not None and spec.live
+        ranks, now, live = spec.ranks, self.api.now(), spec.live
         events = self._events(get(job, "metadata", "uid"), "uid") if state_of(job) != "succeeded" else []
         status = status_from_pods(job, pods, events, None, names, ranks, now, live=live)
         if status.final or status.state == "running":
@@ -365,9 +362,9 @@ class KubernetesBackend(Cluster):
 
     @staticmethod
     def _of_rank(known: JobRecord, rank: int | None) -> Lines:
-        """Returns the hosts that a rank may be on. Without a spec the rank may be on any host, and its prefix identifies its lines."""
-        names, spec = hosts(known.handle), known.spec
-        return [names[rank // spec.ranks]] if rank is not None and spec is not None else names
+        """Returns the host that a rank is on, or all hosts."""
+        names = hosts(known.handle)
+        return names if rank is None else [names[rank // known.spec.ranks]]
 
     def _reader(self, known: JobRecord) -> Reader:
         from .logs import Reader
@@ -377,14 +374,13 @@ class KubernetesBackend(Cluster):
     def exec(self, known: JobRecord, rank: int, command: Lines, streams: Streams) -> int:
         from .exec import beside
 
-        spec = known.spec or JobSpec.recorded(known.name, known.plain)
-        host = hosts(known.handle)[rank // spec.ranks]
+        (host,) = self._of_rank(known, rank)
         pod = self.pod(known.handle, host)
         if pod is None:
             raise UserError(f"rank {rank} does not run: the pod {host} is gone")
         there = ["kubectl", "--namespace", self.namespace, *(["--context", self.context] if self.context else [])]
         name, container = str(get(pod, "metadata", "name")), CONTAINERS[known.handle["kind"]]
-        return beside(there, name, container, rank, command, spec.run_directory, streams)
+        return beside(there, name, container, rank, command, known.spec.run_directory, streams)
 
     def stop(self, known: JobRecord) -> Status:
         self._delete(known)
@@ -402,7 +398,7 @@ class KubernetesBackend(Cluster):
     def _await_end(self, known: JobRecord) -> None:
         """Waits until the job with this uid is gone. Raises `UserError`, at once if only pods on dead nodes keep the job."""
         name, uid = known.name, get(known.handle, "metadata", "uid")
-        timeout = (known.spec.grace_seconds if known.spec else 60) + DELETION_MARGIN
+        timeout = known.spec.grace_seconds + DELETION_MARGIN
         deadline = time.monotonic() + timeout
         while (left := self.job(name)) is not None and get(left, "metadata", "uid") == uid:
             if why := stuck_reason(self.pods(known.handle), self.api.now()):

@@ -187,9 +187,7 @@ class LocalBackend(Backend):
         path = self.folder / known.name / LOG
         with files.reading(path):
             files.regular(path).close()
-        return follow_logs(
-            {0: path}, rank, True, lambda: not follow or self.status(known.name).final, POLL_SECONDS, last
-        )  # fmt: skip
+        return follow_logs({0: path}, rank, True, lambda: not follow or self.status(known.name).final, POLL_SECONDS, last)  # fmt: skip
 
     def exec(self, known: JobRecord, rank: int, command: Lines, streams: Streams) -> int:
         record = known.handle
@@ -206,9 +204,8 @@ class LocalBackend(Backend):
             (folder / "cancelled").touch()
         if (supervisor := self._alive(folder, SUPERVISOR)) is not None:
             supervise.send([supervisor], signal.SIGTERM)
-        status = self.wait(
-            known.name, record.grace + 2 * supervise.KILL_SECONDS
-        )  # the supervisor kills, after the grace
+        # The supervisor kills, after the grace.
+        status = self.wait(known.name, record.grace + 2 * supervise.KILL_SECONDS)
         if not status.final:
             raise UserError(
                 f"{known.name} has not ended: the kernel holds its processes, often for a disk or a GPU. Once they are gone, "

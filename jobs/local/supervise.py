@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import json
 import math
 import os
@@ -45,8 +46,10 @@ def _prctl(option: int, value: int) -> None:
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-def _begin_as_launcher() -> None:
+def _begin_as_launcher(supervisor: int) -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != supervisor:  # it was killed before the kernel was asked
+        os._exit(contract.EXIT_FAILED)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
 
@@ -124,15 +127,16 @@ def here() -> str:
 
 def main(folder: Path) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    if sys.stdin.buffer.read() != b"start":
+    if sys.stdin.buffer.read(len(b"start")) != b"start":
         return contract.EXIT_FAILED  # the command that submits was killed
     job = json.loads((folder / records.JOB).read_bytes())
     env = {**os.environ, "PATH": search_path(os.environ), **job["env"], contract.ENV_JOB: job["job"]}
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an inherited SIG_IGN would hide the launcher's end
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     launcher = subprocess.Popen(
-        job["command"], env=env, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_begin_as_launcher
-    )
+        job["command"], env=env, stdin=subprocess.DEVNULL, start_new_session=True,
+        preexec_fn=functools.partial(_begin_as_launcher, os.getpid()),
+    )  # fmt: skip
     records.Process(pid=launcher.pid, ticks=start_ticks(launcher.pid)).write(folder / RUNNING)
     code, timed_out = wait_for_end(launcher, job["time_limit"], job["grace"])
     with contextlib.suppress(OSError):  # a full disk: each query computes the end again

@@ -321,7 +321,8 @@ class JobSpec(Section):
     def recorded(cls, name: str, values: dict[str, Any]) -> Self:
         """Returns the spec with which a job was submitted. Raises `UserError` for a record that is damaged, or has a setting that this
         version of Lockstep does not know."""
-        return settings.build(cls, values, f"the record of {name}")  # not `of`: the recipe may have changed since
+        where = f"the record of {name} is damaged, or of another version of Lockstep"
+        return settings.build(cls, values, where)  # not `of`: the recipe may have changed since
 
     def check_training(self, where: str) -> None:
         """Checks recipe and overrides against `lockstep.training.config`, before anything is submitted.
@@ -337,7 +338,10 @@ class JobSpec(Section):
                     f"shards: {self.recipe} is not on this machine, so its data source is not known: leave out shards"
                 )
         except UserError as error:
-            raise UserError(f"{where}: {str(error).replace('--set', 'overrides')}") from None
+            text = str(error).replace("--set", "overrides")
+            if re.search(r"'metrics\.(port|address)'", text):
+                text += "; set metrics_port of the job, or LOCKSTEP_METRICS_ADDRESS in its env"
+            raise UserError(f"{where}: {text}") from None
 
 
 def _over(below: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:

@@ -66,6 +66,7 @@ def test_a_script_that_does_not_is_caught(flaw: str, moment: str, says: str) -> 
 def test_random_weights_are_not_compared() -> None:
     code, report = tortured("--faults", "kill-rank", "--moments", "step", "--cases", "1", flaw="random")
     assert code == 0 and report["cases"][0]["weights"] == "not compared", report
+    assert report["cases"][0]["verdict"] == "ended, weights not compared" and report["held"], report
     assert not report["undisturbed"]["deterministic"]
 
 

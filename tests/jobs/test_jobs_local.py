@@ -95,8 +95,10 @@ def test_a_job_is_never_lost_while_it_is_submitted_or_ends(backend: Any) -> None
 
 def test_a_submission_that_broke_off_leaves_no_job(backend: Any, done: Path) -> None:
     """The command was killed before the record was there, or before its supervisor had its word."""
-    (done / "ended.json").unlink()
-    assert backend.status("done").state == "lost"
+    for name in ("ended.json", "running.json"):
+        (done / name).unlink()
+    assert run([PYTHON, "-m", "lockstep.jobs.local.supervise", str(done)], clean_env()).code == 1, "it has not its word"
+    assert not (done / "running.json").exists() and backend.status("done").state == "lost"
     (done / "job.json").unlink()
     assert backend.submit(_spec()).created and backend.wait("done", BOUND).state == "succeeded"
 

@@ -55,6 +55,9 @@ def test_retry_after_is_obeyed_and_a_slow_server_given_up(connect: Connect, clus
     cluster.faults.append(Fault("GET", "pytorchjobs", status=429, headers={"Retry-After": "7"}))
     connect(sleep=pauses.append).list()
     assert len(pauses) == 1 and pauses[0] >= 7
+    cluster.faults.append(Fault("GET", "pytorchjobs", status=429, headers={"Retry-After": "1.5"}))
+    connect(sleep=pauses.append).list()
+    assert len(pauses) == 2 and pauses[1] < 1, "what is no time counts as absent"
     cluster.faults.append(Fault("GET", "pytorchjobs", delay=1.0, times=99))
     cluster.requests.clear()
     with pytest.raises(Unreachable, match=r"timed out"):

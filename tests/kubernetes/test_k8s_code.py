@@ -197,6 +197,22 @@ def test_two_at_once_leave_one_job_and_its_code(
         poll(lambda: none_left(cluster), 60, "the garbage collection")
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_code_that_another_machine_has_packed_otherwise_is_not_mixed_with_ours(
+    backend: Any, cluster: Cluster, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other machine was killed before its ConfigMaps were there. Our submission did not see its job before it sent its own."""
+    submitting(spec(folder), cluster, 1)
+    packed = int(backend.require("own").plain["code"]["packed"])
+    marks = job(cluster)["metadata"]["annotations"]
+    marks["lockstep/spec"] = marks["lockstep/spec"].replace(f'"packed":{packed}', f'"packed":{packed + 1}')
+    cluster.change("pytorchjobs", "own", metadata={"annotations": marks})
+    monkeypatch.setattr(backend, "find", lambda *_, **__: None)
+    with pytest.raises(UserError, match="packed on another machine"):
+        backend.submit(spec(folder))
+    assert not held(cluster) and job(cluster) is not None
+
+
 def test_limits_of_the_cluster_are_named_and_nothing_is_left(backend: Any, cluster: Cluster, folder: Path) -> None:
     cluster.put("resourcequotas", {"metadata": {"name": "team"}, "spec": {"hard": {"count/configmaps": "1"}}})
     with pytest.raises(UserError, match="exceeded quota: team"):

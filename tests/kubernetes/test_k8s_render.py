@@ -213,6 +213,14 @@ spec_values = st.fixed_dictionaries(
 )  # fmt: skip
 
 
+def test_a_label_without_a_value_selects_nodes() -> None:
+    """As `node-role.kubernetes.io/gpu` has none."""
+    pool = {"node-role.kubernetes.io/gpu": ""}
+    values = {"name": "a", "recipe": "smoke", "image": "localhost:5000/a:1", "k8s": {"node_selector": pool}}
+    (_, job), _ = product.manifests("k8s", JobSpec.of(values))
+    assert job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["nodeSelector"] == pool
+
+
 def test_any_spec_renders_a_valid_manifest_or_is_refused_in_one_line() -> None:
     seen = {"refused": 0, "lint": 0, "valid": 0}
 

@@ -156,7 +156,8 @@ def losses(o, y, weight):
         twice = (twice + twice) / 2
     yield "twice", twice / 16
     yield "deep", sum(each.sum() / 32000 for _ in range(2000))
-kinds = "reduction", "by hand", "two terms", "mean", "divided", "scaled", "penalty", "features", "shares", "stack", "twice", "deep"
+kinds = "reduction", "by hand", "two terms", "mean", "divided", "scaled", "penalty", "features", "own", "later", "total"
+kinds += "shares", "stack", "twice", "deep"
 for kind in kinds:
     with Session(f"{sys.argv[1]}/{kind}", sync="flat") as run:
         torch.manual_seed(1)
@@ -166,18 +167,33 @@ for kind in kinds:
         run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.01))
         if run.leader:
             print("KIND", kind)
-        for epoch in run.epochs(1):
+        def later(x, y):
+            each = F.cross_entropy(model(x), y, reduction="none")
+            return each.topk(2).values.mean() if epoch else each.mean()
+        for epoch in run.epochs(2):
             for x, y in run.batches(data, 16):
-                run.step(dict(losses(model(x), y, net.weight))[kind])
+                if kind == "later":
+                    run.step(later, x, y)
+                elif kind in ("own", "total"):
+                    run.step(F.cross_entropy(model(x), y, reduction="sum"), divisor=len(y) if kind == "own" else run.batch.total)
+                else:
+                    run.step(dict(losses(model(x), y, net.weight))[kind])
 """
 
 
-def test_a_computed_loss_that_is_a_sum_is_named(tmp_path: Path) -> None:
-    """Two ranks would step by half of its gradient. A sum that is divided, a penalty of weights and a sum over features are not named,
-    and neither is a graph of thousands of operations."""
+def test_a_loss_that_ranks_would_divide_otherwise_is_named(tmp_path: Path) -> None:
+    """Two ranks would step by half of a sum's gradient, by twice of what is divided by a rank's own samples, and by other samples where the
+    loss takes the largest ones from its second epoch on. A sum that is divided, a penalty of weights and a sum over features are right,
+    and so is a graph of thousands of operations."""
     done = script(2, LOSSES, tmp_path)
     assert done.code == 0, done.output
     _, *pieces = done.output.split("KIND ")
-    named = {piece.splitlines()[0]: piece.count("the loss is a sum over the samples of this rank") for piece in pieces}
-    sums = ("reduction", "by hand", "two terms")
-    assert len(named) == 12 and named == {kind: int(kind in sums) for kind in named}, done.output
+    named = {piece.splitlines()[0]: [line for line in piece.splitlines() if "warning: " in line] for piece in pieces}
+    sums = dict.fromkeys(("reduction", "by hand", "two terms"), "the loss is a sum over the samples of this rank")
+    others = {
+        "own": "the divisor is 8, as many as this rank's samples, and the batch has 16",
+        "later": "is not the mean over its samples",
+    }
+    assert len(named) == 15 and {kind for kind, lines in named.items() if lines} == {*sums, *others}, done.output
+    for kind, words in {**sums, **others}.items():
+        assert len(named[kind]) == 1 and words in named[kind][0], named[kind]

@@ -21,8 +21,11 @@ class Meter:
         self.total, self.began = 0.0, time.time()
     def add(self, value):
         self.total += value
-def augment(x):
+class Slots:
+    __slots__ = ("n",)
+def augment(x, memory=[]):
     augment.calls += 1
+    memory.append(1)
     return x
 augment.calls = 0
 class Net(torch.nn.Linear):
@@ -36,7 +39,9 @@ def train(kind, run, steps):
     model = run.replicate(net)
     run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
     count, meter, history, average, slow = 0, Meter(), [], torch.zeros(4), None
-    order, other = list(range(500)), itertools.cycle([1, 2]) if kind == "drawn" else None
+    slots, unmoved, reader = Slots(), itertools.count(), iter(order := list(range(500)))
+    slots.n = 0
+    other = itertools.cycle([1, 2]) if kind == "drawn" else None
     weights, noise, best, clock = {name: p.detach().clone() for name, p in net.named_parameters()}, random.Random(3), None, time.time()
     read, network, tries = torch.utils.data.DataLoader([1.0, 2.0]), net, run.values.get("tries", 0)
     ended = filter(None, (number for number in (1, 2)))
@@ -54,7 +59,8 @@ def train(kind, run, steps):
             elif kind == "objects":
                 meter.add(1.5)
                 Meter.shown += 1
-                augment.calls += 1
+                augment(x)
+                slots.n += 1
                 COUNTS["batches"] += 1
             elif kind == "lists":
                 history.append(seen)
@@ -64,7 +70,7 @@ def train(kind, run, steps):
                 slow = [p.detach().clone() if slow is None else s.lerp(p.detach(), 0.1) for s, p in zip(slow or order, net.parameters())]
                 weights = {name: p.detach().clone() for name, p in net.named_parameters()}
             elif kind == "drawn":
-                noise.random(), next(other)
+                noise.random(), next(other), next(reader)
             elif kind == "calm":
                 clock, run.values["tries"] = time.time(), run.values.get("tries", 0) + 1
                 tries = run.values["tries"]
@@ -74,9 +80,9 @@ for kind in sys.argv[3:]:
         train(kind, run, int(sys.argv[2]))
 """
 NAMED = {
-    "count": {"count", "best"}, "objects": {"meter.total", "Meter.shown", "augment.calls", "COUNTS"}, "lists": {"history", "order"},
-    "tensors": {"average", "slow", "weights"}, "drawn": {"noise", "other"}, "hard": {"hard"}, "anchor": {"anchor"},
-    "epochs": {"enumerate"}, "enumerate": {"enumerate"}, "zip": {"zip"}, "calm": set(),
+    "count": {"count", "best"}, "lists": {"history", "order"}, "tensors": {"average", "slow", "weights"}, "hard": {"hard"},
+    "objects": {"meter.total", "Meter.shown", "augment.calls", "augment.memory", "slots.n", "COUNTS"}, "anchor": {"anchor"},
+    "drawn": {"noise", "other", "reader"}, "epochs": {"enumerate"}, "enumerate": {"enumerate"}, "zip": {"zip"}, "calm": set(),
 }  # fmt: skip
 
 

@@ -319,6 +319,8 @@ def test_a_step_that_is_thrown_away_has_left_no_trace(tmp_path: Path) -> None:
         assert done.code == 0 and ("Rank 2 was lost after step 3" in done.output) == (lose == "true"), done.output
         found.append(product.checkpoint(run_dir / "checkpoints/step-00000004"))
     (shared, ranks), (again_shared, again_ranks) = ((tree["shared"], tree["ranks"]) for tree in found)
+    for kept in (shared["kept"], again_shared["kept"]):
+        del kept["variables"]  # of the script, which counts its calls
     for name in ("model", "average", "optimizer", "cursor", "kept"):  # in the last: the loss scale
         assert_equal(again_shared[name], shared[name], name)
     for number in (0, 1):

@@ -278,7 +278,7 @@ DRAWS, COLLATES = "draws random numbers between two steps", "the collate functio
         ("loader", 2, "which samples of the global batch"), ("torch", 0, DRAWS), ("numpy", 0, DRAWS), ("python", 0, DRAWS),
         ("one batch", 0, DRAWS), ("collate: mean", 0, COLLATES), ("collate: draw", 0, COLLATES),
         ("train", 2, "batch statistics were changed between two steps"), ("own", 2, "the same loss for the same samples"),
-        ("clamp", 2, "changes 0.weight"), ("sum", 1, "use them after run.step"),
+        ("clamp", 2, "changes 0.weight"), ("sum", 1, "calls what needs all ranks at once"),
         ("nan", 1, "diverged at step 2: rank 0: loss is not finite"), ("", 0, ""),
     ],
 )  # fmt: skip

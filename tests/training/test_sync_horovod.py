@@ -50,6 +50,7 @@ def _everything(world: World) -> dict[str, Any]:
 
     x = torch.arange(3.0) + rank
     found["allreduce"] = [hvd.allreduce(x), hvd.allreduce(x, average=False), hvd.allreduce(torch.tensor([3 + rank]))]
+    found["gradient lost"] = _raised(lambda: hvd.allreduce(x.clone().requires_grad_()))
 
     # Parameters and optimizer state of rank 0.
     torch.manual_seed(rank)
@@ -195,6 +196,7 @@ def test_what_would_train_the_ranks_apart_is_refused(ranks: Any) -> None:
     errors = {
         "unnamed": ("ValueError", "named_parameters"), "zero_grad in flight": ("AssertionError", "zero_grad()"),
         "third pass": ("AssertionError", "2.bias"), "closure": ("ValueError", "closure"), "late group": ("ValueError", "added"),
+        "gradient lost": ("ValueError", "detach()"),
     }  # fmt: skip
     for found in ranks:
         for name, (kind, word) in errors.items():

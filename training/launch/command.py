@@ -68,6 +68,7 @@ def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
         )
     args.command = exec_rank.wrapped(args.command)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // args.ranks)))
+    os.environ.setdefault("PYTHONHASHSEED", "0")  # a set of texts has the same order on all ranks, and in each start
     os.environ[ENV_LAUNCHER] = str(os.getpid())
     # The first node counts for all.
     attempts = Attempts(args.restarts_dir if nodes.serves else None, args.max_restarts)

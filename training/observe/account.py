@@ -23,7 +23,7 @@ from .. import contract, files
 
 
 class TimeCategory(str, Enum):
-    """The categories of a second. If two apply, the first counts."""
+    """The categories of a second. If two apply, the one that began last counts."""
 
     REGROUP = "regroup"
     """Loss or replacement of a rank: from the last whole step until the others have met again."""

@@ -18,6 +18,7 @@ client in the process that trains, so the time of a silent client is bounded.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import re
 import socket
@@ -48,6 +49,8 @@ from .steps import PHASES, Times
 PREFIX = "training_"
 BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 """Upper bounds of the histograms, in seconds: about a factor of three each, from 1 ms to half a minute."""
+CONNECTIONS = 256
+"""Most connections to a rank's server at a time: each holds a thread, and a file that the training may lack."""
 
 
 class Spec(NamedTuple):
@@ -365,6 +368,7 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
 
     def __init__(self, address: str, port: int, metrics: Metrics, stale_seconds: float) -> None:
         self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._free = threading.BoundedSemaphore(CONNECTIONS)
         super().__init__((address, port), _Request)
         self.set_app(_application(metrics, stale_seconds))
         threading.Thread(target=self.serve_forever, args=(0.1,), name="metrics", daemon=True).start()
@@ -375,6 +379,15 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
         self.setup_environ()
 
+    def process_request_thread(self, *request: Any) -> None:
+        """Answers in a separate thread. Closes the connection at once if `CONNECTIONS` others are open."""
+        if not self._free.acquire(blocking=False):
+            return self.shutdown_request(request[0])
+        try:
+            super().process_request_thread(*request)
+        finally:
+            self._free.release()
+
     def handle_error(self, *_: object) -> None:
         """Prints nothing: clients may go away at any time."""
 
@@ -384,6 +397,10 @@ class _Request(WSGIRequestHandler):
 
     def log_message(self, *_: object) -> None:
         """Prints nothing: the output is the training's."""
+
+    def get_stderr(self) -> io.StringIO:
+        """Takes the traceback of a request that the library cannot answer."""
+        return io.StringIO()
 
 
 def _application(metrics: Metrics, stale_seconds: float) -> Any:

@@ -1,5 +1,6 @@
-"""Checks once in a start whether the loss of a batch is the mean over its samples, and whether the function of a step carries a state
-from one batch to the next. If a check fails, several ranks or a resume may give other weights than one process.
+"""Checks whether the loss of a batch is the mean over its samples, and whether the function of a step carries a state from one batch to
+the next. If a check fails, several ranks or a resume may give other weights than one process. It comes at the third step of a function,
+and in the first step of the epochs 2, 3, 5, 9 …, since a loss may have other terms by then.
 
 The check calls the function without gradients, in evaluation mode: twice with the same samples and random numbers, once with other
 random numbers, and with each half of the samples. It undoes the changes of the calls. If that is not possible, or the function
@@ -64,23 +65,40 @@ class BatchMean:
         function = function.__func__ if type(function) is types.MethodType else function
         function = function.__code__ if type(function) is types.FunctionType else type(function)
         self._steps[function] += 1
-        if self._steps[function] != CALL or (inputs.part is not None and not inputs.part.samples):
+        self._warn_of_own_divisor(inputs)
+        cursor = self._run.state.cursor
+        is_new_epoch = not cursor.step and cursor.epoch > 0 and not cursor.epoch & (cursor.epoch - 1)  # 1, 2, 4, 8 …
+        is_due = self._steps[function] == CALL or is_new_epoch
+        if not is_due or (inputs.part is not None and not inputs.part.samples):
             return
         sentence = ""
         with contextlib.suppress(Exception):  # an error of the function's own comes again
             sentence = self._compared(inputs, call)
         if sentence:
-            self._run.warn(sentence)
+            self._run.warn(sentence, sentence.partition(":")[0])
 
     def look_at_loss(self, loss: torch.Tensor, inputs: StepInput) -> None:
         """Warns once of a loss, computed outside a function, that is a sum over its samples."""
         if self._has_loss or isinstance(self._run.config, Config):
             return
         self._has_loss = True
+        self._warn_of_own_divisor(inputs)
         if inputs.divisor is None and inputs.samples > 1 and _kind(loss.grad_fn, inputs.samples) == "sum":
             self._run.warn(
                 "the loss is a sum over the samples of this rank, so N ranks minimise another loss than one: take the mean, or give the "
                 "divisor of all ranks, run.step(loss, divisor=…)"
+            )
+
+    def _warn_of_own_divisor(self, inputs: StepInput) -> None:
+        if (
+            not isinstance(inputs.divisor, torch.Tensor)
+            and inputs.divisor == inputs.samples
+            and inputs.samples < (inputs.total or 0)
+        ):
+            self._run.warn(
+                f"the divisor is {inputs.divisor:g}, as many as this rank's samples, and the batch has {inputs.total} on all ranks: a "
+                "number is the divisor of all ranks. Give run.batch.total, or this rank's count as a tensor, which the ranks sum",
+                "divisor",
             )
 
     def _compared(self, inputs: StepInput, call: Call) -> str:

@@ -29,7 +29,7 @@ from .variables import Reached, Variables, counting, reached
 
 SCORES = ("accuracy", "loss")
 """Endings of a score's name. Other logged numbers may differ between ranks: a time, a rate, a memory size."""
-NAMES = 5
+NAMES = 12
 """Names in one warning, at most."""
 
 

@@ -13,6 +13,7 @@ import gc
 import io
 import itertools
 import mmap
+import operator
 import sys
 import time
 import types
@@ -85,7 +86,7 @@ class Variables:
         return [
             name
             for name, value, text in now
-            if text is not None and (text != before[name] if text != _ITERATOR else not _is_running(value))
+            if text is not None and (text != before[name] or text == _ITERATOR) and not _is_running(value)
         ]
 
     def moving(self) -> Iterator[tuple[str, Any]]:
@@ -191,7 +192,9 @@ def _inside(name: str, value: Any) -> list[tuple[str, Any]]:
     if issubclass(type(value), types.FunctionType):
         cells = zip(value.__code__.co_freevars, value.__closure__ or ())  # a cell may be empty
         bound = [(free, item) for free, cell in cells for item in gc.get_referents(cell)]
-        return [(f"{name}.{inner}", item) for inner, item in (*bound, *vars(value).items())]
+        names = value.__code__.co_varnames[: value.__code__.co_argcount]
+        defaults = zip(reversed(names), reversed(value.__defaults__ or ()))
+        return [(f"{name}.{inner}", item) for inner, item in (*bound, *defaults, *vars(value).items())]
     if issubclass(type(value), functools.partial):
         return [(f"{name}.func", value.func), (f"{name}.args", value.args), (f"{name}.keywords", value.keywords)]
     if issubclass(type(value), dict):
@@ -199,11 +202,15 @@ def _inside(name: str, value: Any) -> list[tuple[str, Any]]:
         return [(f"{name}[{key!r}]", item) for key, item in some if type(key) in (str, int)]
     if issubclass(type(value), (list, tuple)):
         return [(f"{name}[{index}]", item) for index, item in enumerate(value[:ITEMS])]
-    try:
-        attributes = vars(value) if issubclass(type(value), type) else object.__getattribute__(value, "__dict__")
-    except AttributeError:  # a proxy may compute it
-        return []
-    return [(f"{name}.{attribute}", item) for attribute, item in list(attributes.items()) if attribute[:2] != "__"]
+    attributes: dict[str, Any] = {}
+    with contextlib.suppress(AttributeError):  # a proxy may compute it
+        attributes |= vars(value) if issubclass(type(value), type) else object.__getattribute__(value, "__dict__")
+    for kind in type(value).__mro__:
+        for slot, member in vars(kind).items():
+            if type(member) is types.MemberDescriptorType:
+                with contextlib.suppress(AttributeError):  # it has no value yet
+                    attributes[slot] = member.__get__(value)
+    return [(f"{name}.{attribute}", item) for attribute, item in attributes.items() if attribute[:2] != "__"]
 
 
 def _held(state: TrainState) -> set[int | None]:
@@ -247,7 +254,7 @@ def _print(value: Any, held: set[int | None], leaf: Callable[[Any], Any], depth:
         )  # else it is not constructed
         return [leaf(tensor) for tensor in tensors if _is_compared(tensor, held)] or None
     if hasattr(kind, "__next__"):
-        return None if issubclass(kind, io.IOBase) or _has_ended(value) else _ITERATOR
+        return None if issubclass(kind, io.IOBase) or _has_ended(value) else _position(value)
     if not depth or not issubclass(kind, (dict, set, frozenset, *_SEQUENCES)):
         return None
     count, most = len(value), ITEMS // 10 ** (DEPTH - depth)  # fewer of each inner one
@@ -263,6 +270,14 @@ def _is_mapped(array: np.ndarray) -> bool:
     while isinstance(array.base, np.ndarray):
         array = array.base
     return isinstance(array, np.memmap) or isinstance(array.base, mmap.mmap)
+
+
+def _position(iterator: Any) -> Any:
+    """Returns a number or text that differs after each item of the iterator, or `_ITERATOR` if it does not show its position."""
+    if type(iterator) is itertools.count:
+        return repr(iterator)
+    left = operator.length_hint(iterator, -1)
+    return _ITERATOR if left < 0 else left
 
 
 def _is_compared(tensor: torch.Tensor, held: set[int | None]) -> bool:

@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse
 from lockstep.training.observe.metrics import PREFIX, TABLE, Exporter, Metrics
 from lockstep.training.parallel.world import World
 from tests import product
+from tests.processes import poll
 
 pytestmark = pytest.mark.promise("metrics")
 CPU = torch.device("cpu")
@@ -211,3 +212,31 @@ def test_idle_connections_keep_no_client_out(tmp_path: Path, monkeypatch: pytest
             assert _get(_port(made), "/healthz")[0] == 200
         silent[0].settimeout(10)
         assert silent[0].recv(1) == b"", "a client that says nothing is cut off"
+
+
+def test_connections_beyond_a_number_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a client takes the last of the files that the training may open."""
+    monkeypatch.setattr("lockstep.training.observe.metrics.CONNECTIONS", 3)
+    with _serving(tmp_path) as made, contextlib.ExitStack() as stack:
+        *silent, last = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", _port(made)), 10)) for _ in range(4)
+        ]
+        assert last.recv(1) == b""
+        silent[0].close()
+        poll(lambda: _well(_port(made)), 10)
+
+
+def _well(port: int) -> bool:
+    with contextlib.suppress(OSError):
+        return _get(port, "/healthz")[0] == 200
+    return False
+
+
+def test_a_request_that_cannot_be_answered_prints_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    strange = b"GET /metrics HTTP/1.1\r\nAccept: application/openmetrics-text; version=x\r\n\r\n"
+    with _serving(tmp_path) as made, socket.create_connection(("127.0.0.1", _port(made)), 10) as client:
+        client.sendall(strange)
+        while client.recv(4096):
+            pass
+        assert _get(_port(made), "/healthz")[0] == 200
+    assert capfd.readouterr().err == ""
