@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, BinaryIO, TypeAlias, TypeVar
 
 from . import extras, files
 from .contract import BUCKET_URL, EXIT_FAILED, UserError, printable
@@ -21,6 +21,7 @@ _BACKOFF: Any = {"init_backoff": timedelta(seconds=0.5), "base": 3, "max_backoff
 """Pauses between the tries of a request, 7 to 10 s in all. obstore's own end after 1 to 2 s, before a gateway has restarted."""
 _MAX_PARTS = 9000
 """S3 takes 10,000 parts of an object."""
+R = TypeVar("R")
 Tag: TypeAlias = Any
 """The version of an object that a conditional write compares: an entity tag, a generation."""
 
@@ -143,6 +144,13 @@ class Bucket:
         with contextlib.suppress(OSError), self._asking(""):
             if keys:
                 self._obstore.delete(self._store, list(keys))
+
+
+def read_again(damaged: tuple[type[Exception], ...], read: Callable[..., R], *arguments: Any) -> R:
+    """Returns what `read` does, at its second try if the first raises `damaged`: an object may be damaged on its way alone."""
+    with contextlib.suppress(*damaged):
+        return read(*arguments)
+    return read(*arguments)
 
 
 @contextlib.contextmanager

@@ -149,7 +149,15 @@ def losses(o, y, weight):
     yield "scaled", each.sum() * (1 / len(y))
     yield "penalty", each.mean() + 0.1 * weight.square().sum() + weight.abs().sum()
     yield "features", (o - target).square().mean(0).sum()
+    yield "shares", (each / len(each)).sum()
+    yield "stack", torch.stack([one / 16 for one in each]).sum()
+    twice = each.sum()
+    for _ in range(60):
+        twice = (twice + twice) / 2
+    yield "twice", twice / 16
+    yield "deep", sum(each.sum() / 32000 for _ in range(2000))
 kinds = "reduction", "by hand", "two terms", "mean", "divided", "scaled", "penalty", "features", "own", "later", "total"
+kinds += "shares", "stack", "twice", "deep"
 for kind in kinds:
     with Session(f"{sys.argv[1]}/{kind}", sync="flat") as run:
         torch.manual_seed(1)
@@ -175,7 +183,8 @@ for kind in kinds:
 
 def test_a_loss_that_ranks_would_divide_otherwise_is_named(tmp_path: Path) -> None:
     """Two ranks would step by half of a sum's gradient, by twice of what is divided by a rank's own samples, and by other samples where the
-    loss takes the largest ones from its second epoch on. A sum that is divided, a penalty of weights and a sum over features are right."""
+    loss takes the largest ones from its second epoch on. A sum that is divided, a penalty of weights and a sum over features are right,
+    and so is a graph of thousands of operations."""
     done = script(2, LOSSES, tmp_path)
     assert done.code == 0, done.output
     _, *pieces = done.output.split("KIND ")
@@ -185,6 +194,6 @@ def test_a_loss_that_ranks_would_divide_otherwise_is_named(tmp_path: Path) -> No
         "own": "the divisor is 8, as many as this rank's samples, and the batch has 16",
         "later": "is not the mean over its samples",
     }
-    assert len(named) == 11 and {kind for kind, lines in named.items() if lines} == {*sums, *others}, done.output
+    assert len(named) == 15 and {kind for kind, lines in named.items() if lines} == {*sums, *others}, done.output
     for kind, words in {**sums, **others}.items():
         assert len(named[kind]) == 1 and words in named[kind][0], named[kind]

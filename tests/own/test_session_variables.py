@@ -44,6 +44,8 @@ def train(kind, run, steps):
     other = itertools.cycle([1, 2]) if kind == "drawn" else None
     weights, noise, best, clock = {name: p.detach().clone() for name, p in net.named_parameters()}, random.Random(3), None, time.time()
     read, network, tries = torch.utils.data.DataLoader([1.0, 2.0]), net, run.values.get("tries", 0)
+    ended = filter(None, (number for number in (1, 2)))
+    assert len(list(ended)) == 2
     anchor = net.weight.detach().clone() if kind == "anchor" else None
     for epoch in (number for _, number in enumerate(run.epochs(steps=steps))) if kind == "epochs" else run.epochs(steps=steps):
         hard = data[model(data).argsort(0)[:4, 0]].clone() if kind == "hard" else data[epoch : epoch + 4]
@@ -88,7 +90,7 @@ NAMED = {
 def test_a_start_that_resumes_names_the_variables_that_do_not(tmp_path: Path, planned: tuple[int, int]) -> None:
     """Counters, lists, averages, objects, copies of the weights, generators, iterators, and what an epoch computes from the weights: each
     has another value than at the save, in the middle of an epoch or at its end. Batches, the time, the last activation, a model for
-    evaluation, and what the script restores itself are not named."""
+    evaluation, an iterator that has ended, and what the script restores itself are not named."""
     kinds = [kind for kind in NAMED if planned[0] % 8 or kind not in ("hard", "enumerate", "zip")]
     first, second = (script(2, CODE, tmp_path, str(steps), *kinds) for steps in planned)
     assert (first.code, second.code) == (0, 0), first.output + second.output

@@ -26,7 +26,7 @@ from typing import Annotated, Any, BinaryIO, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from .. import files
-from ..bucket import Bucket, Damaged, Tag, as_user_error
+from ..bucket import Bucket, Damaged, Tag, as_user_error, read_again
 from ..contract import CHECKPOINTS, EVENTS_FILE, METRICS, RUN_FILE, TIME_FILE, UserError
 from . import store
 from .store import KeepBest, Rule, checkpoint_name
@@ -187,7 +187,17 @@ class ObjectStore(Bucket):
         if current is None or not current[0].run_yaml:
             raise UserError(f"{self.url} has no run: give what its checkpoint.to says")
         files.replace(run_dir / RUN_FILE, current[0].run_yaml.encode())
-        self._bring(current[0], run_dir, warn, every=True)
+        problems, error = list[str](), None
+        try:
+            self._bring(current[0], run_dir, problems.append, every=True)
+        except UserError as caught:
+            error = caught
+        if problems and (newer := self.read_head()) is not None and newer[0].commit != current[0].commit:
+            return self.download(run_dir, warn)  # its commit has removed what is missing
+        for problem in problems:
+            warn(problem)
+        if error is not None:
+            raise error
 
     def commit(self, path: Path | None) -> int:
         """Uploads a checkpoint and the current files of the run directory, and reads them back. Then it writes a head that names them, and
@@ -273,7 +283,7 @@ class ObjectStore(Bucket):
         """
         checkpoints, newest = run_dir / CHECKPOINTS, None
         try:
-            self._fetch_history(head, run_dir)
+            read_again((Damaged,), self._fetch_history, head, run_dir)
         except (FileNotFoundError, Damaged) as error:
             warn(f"what earlier attempts have written down is lost: {error}")
         checkpoints.mkdir(exist_ok=True)
@@ -286,7 +296,7 @@ class ObjectStore(Bucket):
             newer = newest is None or entry.step > store.step_of(newest)
             try:
                 if newer or (entry in kept and not path.exists()):
-                    self._fetch_checkpoint(entry, path)
+                    read_again((Damaged, store.CorruptCheckpoint), self._fetch_checkpoint, entry, path)
                     newest = path if newer else newest
             except (FileNotFoundError, Damaged, store.CorruptCheckpoint) as error:
                 warn(f"checkpoint is corrupt in the bucket and not used: {self.url}/{entry.key('')}: {error}")
@@ -311,6 +321,8 @@ class ObjectStore(Bucket):
             return
         data = io.BytesIO(b"".join(self.parts(head.archive)))
         with files.reading(f"{self.url}/{head.archive}", Damaged), zipfile.ZipFile(data) as archive:
+            if sum(file.file_size for file in archive.infolist()) > data.getbuffer().nbytes:
+                raise ValueError("it is compressed, which no run does: it may not fit into memory")
             history = {name: archive.read(name) for name in archive.namelist() if _RUN_FILE_NAME.fullmatch(name)}
         if not all(_begins_with(run_dir / name, history.get(name, b"")) for name in (EVENTS_FILE, TIME_FILE)):
             for name, content in history.items():
@@ -328,6 +340,9 @@ class ObjectStore(Bucket):
         """Swaps the head for a head of this attempt. Raises `OSError`."""
         previous, holder = self.read_head(), self._holder
         if previous is not None and previous[0].run_yaml:
+            record = files.read_json(self._run_dir / RECORD)
+            if not isinstance(record, dict) or record.get("run") != previous[0].run:
+                raise UserError(f"{self.url} has another run, which began at the same time: choose another prefix")
             head = previous[0].model_copy(update={"holder": holder, "commit": secrets.token_hex(16)})
         else:
             head = Head(

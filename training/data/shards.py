@@ -21,7 +21,7 @@ import torch
 from pydantic import AfterValidator, Field
 
 from .. import files
-from ..bucket import Bucket, as_user_error
+from ..bucket import Bucket, as_user_error, read_again
 from ..config import Data, settings
 from ..config.settings import Section
 from ..contract import UserError
@@ -179,11 +179,14 @@ class Manifest(Section):
             if path.exists() and not (verify and files.difference(path, shard.sha256)):
                 return path
             self.directory.mkdir(parents=True, exist_ok=True)
-            with files.replacing(path) as staging:
-                bucket.fetch(shard.file, staging)
-                if different := files.difference(staging, shard.sha256):
-                    raise CorruptShard(f"{bucket.url}/{shard.file} {different}")
+            read_again((CorruptShard,), self._fetch, bucket, shard, path)
         return path
+
+    def _fetch(self, bucket: Bucket, shard: Shard, path: Path) -> None:
+        with files.replacing(path) as staging:
+            bucket.fetch(shard.file, staging)
+            if different := files.difference(staging, shard.sha256):
+                raise CorruptShard(f"{bucket.url}/{shard.file} {different}")
 
 
 @dataclass(slots=True)

@@ -34,9 +34,11 @@ CALL = 3
 _ROUNDING = {torch.float64: 1e-8, torch.float32: 3e-5}
 """Relative difference between losses of the same samples in different batches, by dtype."""
 _ROUNDING_OF_LOW, _ROUNDING_OF_TF32 = 2e-2, 2e-3
-
 _PASSED = {"Add", "Sub", "Neg", "Mul", "Div", "ToCopy", "View", "Squeeze", "Unsqueeze", "Alias", "Sum"}
 """Operations between a sum and the loss. A sum that is divided may be a mean."""
+_NO_SAMPLES = ("Mean", "Div", "Stack", "Cat")
+"""Operations whose results are no sums of samples, though they may be as many: means, shares of a mean, several losses."""
+_MOST = 100
 
 Call = Callable[[StepInput, int, int], tuple[torch.Tensor, Numbers]]
 
@@ -151,19 +153,25 @@ class BatchMean:
         )
 
 
-def _kind(node: Any, samples: int) -> str:
-    """Returns "sum" if a graph ends in a sum over this many samples, "scaled" for such a sum times a number, else "other"."""
+def _kind(node: Any, samples: int, seen: dict[Any, str] | None = None) -> str:
+    """Returns "sum" if a graph ends in a sum over this many samples, "scaled" for such a sum times a number, else "other". A graph of
+    more than `_MOST` operations is "other", too."""
+    seen = {} if seen is None else seen
+    if node in seen or len(seen) == _MOST:
+        return seen.get(node, "other")
+    seen[node] = "other"
     name, inputs = type(node).__name__, [inner for inner, _ in getattr(node, "next_functions", ()) if inner is not None]
     sizes = getattr(node, "_saved_self_sym_sizes", ())
     if name.startswith("SumBackward") and sizes and sizes[0] == samples:
-        return "other" if any(type(inner).__name__.startswith("Mean") for inner in inputs) else "sum"
-    if getattr(node, "_saved_reduction", None) == 2:  # torch's own losses: 1 is the mean
-        return "sum"
-    kinds = {_kind(inner, samples) for inner in inputs if name.rstrip("01").removesuffix("Backward") in _PASSED}
-    if "other" in kinds or not kinds:
-        return "other"
-    is_scaled = name.startswith(("Mul", "Div")) or kinds == {"scaled"}
-    return "scaled" if is_scaled else "sum"
+        if not any(type(inner).__name__.startswith(_NO_SAMPLES) for inner in inputs):
+            seen[node] = "sum"
+    elif getattr(node, "_saved_reduction", None) == 2:  # torch's own losses: 1 is the mean
+        seen[node] = "sum"
+    elif name.rstrip("01").removesuffix("Backward") in _PASSED:
+        kinds = {_kind(inner, samples, seen) for inner in inputs}
+        if kinds and "other" not in kinds:
+            seen[node] = "scaled" if name.startswith(("Mul", "Div")) or kinds == {"scaled"} else "sum"
+    return seen[node]
 
 
 def _advice(inputs: StepInput, whole: float, halves: tuple[float, float], near: float) -> str:

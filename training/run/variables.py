@@ -12,6 +12,7 @@ import functools
 import gc
 import io
 import itertools
+import mmap
 import operator
 import sys
 import time
@@ -140,9 +141,18 @@ def counting() -> str | None:
 
 def _is_running(iterator: Any) -> bool:
     """Returns whether an iterator is a running generator, or takes its items from one: the loop under way resumes."""
+    return any(generator.gi_running for generator in _generators(iterator))
+
+
+def _has_ended(iterator: Any) -> bool:
+    """Returns whether an iterator is a generator that has ended, or takes its items from one, such as the parameters of an optimizer."""
+    return any(generator.gi_frame is None for generator in _generators(iterator))
+
+
+def _generators(iterator: Any) -> list[types.GeneratorType[Any, Any, Any]]:
     inner = [iterator, *gc.get_referents(iterator)]
     inner += [item for held in inner if type(held) is tuple for item in held]  # of zip and map
-    return any(type(item) is types.GeneratorType and item.gi_running for item in inner)
+    return [item for item in inner if type(item) is types.GeneratorType]
 
 
 def _frames() -> Iterator[dict[str, Any]]:
@@ -188,8 +198,8 @@ def _inside(name: str, value: Any) -> list[tuple[str, Any]]:
     if issubclass(type(value), functools.partial):
         return [(f"{name}.func", value.func), (f"{name}.args", value.args), (f"{name}.keywords", value.keywords)]
     if issubclass(type(value), dict):
-        named = [(key, item) for key, item in dict.items(value) if type(key) in (str, int)]
-        return [(f"{name}[{key!r}]", item) for key, item in named[:ITEMS]]
+        some = itertools.islice(dict.items(value), ITEMS)
+        return [(f"{name}[{key!r}]", item) for key, item in some if type(key) in (str, int)]
     if issubclass(type(value), (list, tuple)):
         return [(f"{name}[{index}]", item) for index, item in enumerate(value[:ITEMS])]
     attributes: dict[str, Any] = {}
@@ -221,6 +231,8 @@ def _print(value: Any, held: set[int | None], leaf: Callable[[Any], Any], depth:
         depth: levels of lists and dictionaries to read.
     """
     kind = type(value)
+    if issubclass(kind, (str, bytes)):
+        return [len(value), repr(value[:1000])]
     if issubclass(kind, _PLAIN):
         return repr(value)[:1000]
     if issubclass(kind, (float, np.generic)):
@@ -231,9 +243,9 @@ def _print(value: Any, held: set[int | None], leaf: Callable[[Any], Any], depth:
         )  # such as a loss; or a parameter, of which `trained_outside` warns
         return None if is_result or not _is_compared(value, held) else leaf(value)
     if issubclass(kind, np.ndarray):
-        return (
-            None if value.dtype.hasobject else [value.shape, zlib.crc32(value.flat[:: _stride(value.size)].tobytes())]
-        )
+        if value.dtype.hasobject or _is_mapped(value):
+            return None
+        return [value.shape, zlib.crc32(value.flat[:: _stride(value.size)].tobytes())]
     if generators.is_generator(value):
         return None if id(value) in held else leaf(value)
     if issubclass(kind, nn.Module):
@@ -242,14 +254,22 @@ def _print(value: Any, held: set[int | None], leaf: Callable[[Any], Any], depth:
         )  # else it is not constructed
         return [leaf(tensor) for tensor in tensors if _is_compared(tensor, held)] or None
     if hasattr(kind, "__next__"):
-        return None if issubclass(kind, io.IOBase) else _position(value)
+        return None if issubclass(kind, io.IOBase) or _has_ended(value) else _position(value)
     if not depth or not issubclass(kind, (dict, set, frozenset, *_SEQUENCES)):
         return None
-    items = [*dict.items(value)] if issubclass(kind, dict) else [*value]
-    if issubclass(kind, (set, frozenset)):
-        items = sorted(map(repr, items))
-    some = items if len(items) <= 2 * ITEMS else [*items[:ITEMS], *items[-ITEMS:]]
-    return [len(items), [_print(item, held, leaf, depth - 1) for item in some]]
+    count, most = len(value), ITEMS // 10 ** (DEPTH - depth)  # fewer of each inner one
+    if issubclass(kind, (set, frozenset)):  # in no order
+        return [count, sorted(map(repr, value)) if count <= 2 * most else None]
+    items = dict.items(value) if issubclass(kind, dict) else value
+    some = [*items] if count <= 2 * most else [*itertools.islice(items, most), *itertools.islice(reversed(items), most)]
+    return [count, [_print(item, held, leaf, depth - 1) for item in some]]
+
+
+def _is_mapped(array: np.ndarray) -> bool:
+    """Returns whether an array is a file: to read samples of it could take as long as to read it whole."""
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return isinstance(array, np.memmap) or isinstance(array.base, mmap.mmap)
 
 
 def _position(iterator: Any) -> Any:

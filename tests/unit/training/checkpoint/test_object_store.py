@@ -12,10 +12,12 @@ from typing import Any
 
 import obstore
 import pytest
+import torch
 from obstore.exceptions import GenericError, PreconditionError
 from obstore.store import MemoryStore
 
 from lockstep.training.checkpoint.object_store import Head, ObjectStore
+from lockstep.training.checkpoint.store import Writer
 from tests.product import UserError
 
 pytestmark = pytest.mark.promise("object-stores")
@@ -135,6 +137,76 @@ def test_an_event_loop_that_runs_is_not_in_the_way(run: Path, tmp_path: Path) ->
     (tmp_path / "copy").mkdir()
     asyncio.run(cell())
     assert content(tmp_path / "copy") == content(run)
+
+
+def checkpoint(directory: Path, step: int) -> Path:
+    Writer(directory / "checkpoints", 9, False).save(step, {"w": torch.full((4,), float(step))}).result()
+    return directory / f"checkpoints/step-{step:08d}"
+
+
+@pytest.mark.parametrize("file", ["state.safetensors", "state.json", "manifest.json", "files.zip"])
+@pytest.mark.parametrize("cut", [True, False])
+def test_what_is_damaged_on_its_way_is_read_again(
+    cut: bool, file: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a start would resume from an older checkpoint, and remove the newest one, which is good."""
+    objects, get = acquired(run), obstore.get_range
+    objects.commit(checkpoint(run, 3))
+    damaged = list[str]()
+
+    def once(store: Any, key: str, **options: Any) -> Any:
+        data = bytes(get(store, key, **options))
+        if key.endswith(file) and not damaged:
+            damaged.append(key)
+            data = data[: len(data) // 2] if cut else data[:-1] + bytes([data[-1] ^ 1])
+        return data
+
+    monkeypatch.setattr(obstore, "get_range", once)
+    told = list[str]()
+    other = ObjectStore("s3://bucket/run")
+    (tmp_path / "other").mkdir()
+    other.check(tmp_path / "other", False)
+    newest = other.acquire(False, told.append)
+    assert len(damaged) == 1 and newest is not None and newest.name == "step-00000003" and not told
+    assert content(tmp_path / "other") == content(run)
+
+
+def test_of_two_runs_that_begin_at_once_in_one_place_the_later_one_is_refused(run: Path, tmp_path: Path) -> None:
+    """It would go on from the other one's checkpoint, under its own settings."""
+    (tmp_path / "other").mkdir()
+    other = ObjectStore("s3://bucket/run")
+    other.check(tmp_path / "other", "word")
+    acquired(run).commit(checkpoint(run, 3))
+    with pytest.raises(UserError, match="another run"):
+        other.acquire("word", print)
+    assert not (tmp_path / "other/checkpoints").exists()
+
+
+def test_a_commit_during_a_download_is_no_damage(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    objects, get = acquired(run), obstore.get_range
+    objects.commit(checkpoint(run, 3))
+
+    def committing(store: Any, key: str, **options: Any) -> Any:
+        if "step-00000003" in key and not (run / "checkpoints/step-00000006").exists():
+            objects.commit(checkpoint(run, 6))
+        return get(store, key, **options)
+
+    monkeypatch.setattr(obstore, "get_range", committing)
+    told = list[str]()
+    (tmp_path / "copy").mkdir()
+    ObjectStore("s3://bucket/run").download(tmp_path / "copy", told.append)
+    assert not told and [path.name for path in (tmp_path / "copy/checkpoints").iterdir()] == ["step-00000006"]
+
+
+def test_an_archive_that_would_fill_the_memory_is_not_unpacked(run: Path, tmp_path: Path) -> None:
+    objects, told, data = acquired(run), list[str](), io.BytesIO()
+    with zipfile.ZipFile(data, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("events.jsonl", bytes(1 << 20))
+    objects.put("files.zip", data.getvalue())
+    objects.put("head", Head(run="0" * 32, holder="a" * 32, commit="c" * 32, run_yaml="{}", archive="files.zip").text())
+    (tmp_path / "copy").mkdir()
+    ObjectStore("s3://bucket/run").download(tmp_path / "copy", told.append)
+    assert len(told) == 1 and "compressed" in told[0] and content(tmp_path / "copy") == {"run.yaml": b"{}"}
 
 
 @pytest.mark.parametrize("data", [b"of another program", b""])
