@@ -300,7 +300,7 @@ class Attempt:
         self._steps, self.grad_norm = self._steps + 1, grad_norm
         self.buffers.end()
         self.modes.end()
-        if self._steps == 1 and not any(module.training for module in state.model.modules()):
+        if self._steps == 1 and not self.modes.any_training:
             run.console.line(
                 "The model trains in evaluation mode, as the script has set it: no dropout, fixed batch statistics"
             )

@@ -275,19 +275,14 @@ class Modes:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        self._modules, self._parameters = dict(model.named_modules()), dict(model.named_parameters())
         self.last = self._earlier = b""
-        self._held: list[str] | None = None
-        self.find()
-
-    def find(self) -> None:
-        """Reads the lists of modules and parameters again: the script may have replaced a layer."""
-        self._modules, self._parameters = dict(self._model.named_modules()), dict(self._model.named_parameters())
+        self._held: bytes | None = None
 
     def end(self) -> None:
         """Records the modes at the end of a step."""
-        trained = [parameter.requires_grad for parameter in self._parameters.values()]
-        self._earlier, self.last = self.last, bytes([module.training for module in self._modules.values()] + trained)
-        self.hold()
+        self._earlier, self.last = self.last, self._now()
+        self._held = self.last
 
     def hold(self) -> None:
         """Holds the present modes as those of the next step. Until `release` the script may set others, to evaluate."""
@@ -297,12 +292,35 @@ class Modes:
         """Ends `hold`: the script's modes are those of the next step."""
         self._held = None
 
+    def _now(self) -> bytes:
+        return bytes([module.training for module in self._modules.values()]) + self._trained()
+
+    def _trained(self) -> bytes:
+        return bytes([parameter.requires_grad for parameter in self._parameters.values()])
+
+    @property
+    def any_training(self) -> bool:
+        """Whether any module was in training mode in the last step."""
+        return any(self.last[: len(self._modules)])
+
+    def find(self) -> None:
+        """Reads the lists of modules and parameters again: the script may have replaced a layer."""
+        modules, before = dict(self._model.named_modules()), self._modules
+        parameters = dict(self._model.named_parameters())
+        if modules != before or [*map(id, parameters.values())] != [*map(id, self._parameters.values())]:
+            self._modules, self._parameters = modules, parameters
+            self.last = self._earlier = self._carried(before, self.last)
+            self._held = None if self._held is None else self._carried(before, self._held)
+
+    def _carried(self, before: Mapping[str, nn.Module], modes: bytes) -> bytes:
+        """Returns the recorded modes of the model's present modules, and whether each present parameter requires a gradient."""
+        known = dict(zip(before.values(), modes))
+        return bytes([known.get(module, module.training) for module in self._modules.values()]) + self._trained()
+
     def evaluating(self) -> list[str]:
         """Returns the modules that are in evaluation mode in the next step."""
-        return self._now() if self._held is None else self._held
-
-    def _now(self) -> list[str]:
-        return [name for name, module in self._modules.items() if not module.training]
+        modes = self._now() if self._held is None else self._held
+        return [name for name, is_training in zip(self._modules, modes) if not is_training]
 
     def check(self, world: World) -> None:
         """Raises `ReplicasDiffer` on all ranks if a mode, or `requires_grad`, differs between ranks. Collective."""
