@@ -24,6 +24,7 @@ from .. import files
 from ..bucket import Bucket, as_user_error
 from ..config import Data
 from ..contract import UserError, say
+from ..limits import PREPARE_SECONDS
 from . import sources
 from .shards import MANIFEST, MAX_MANIFEST, SPLITS, Manifest
 from .sources.raw import Piece, Raw, Stream, checked, cut, numbered
@@ -160,7 +161,7 @@ def prepare(data: Data) -> Manifest:
     lock = directory.with_name(f"{directory.name.rpartition('-')[0]}.lock")  # not of these files: they may be under way
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
-        with filelock.FileLock(lock):
+        with filelock.FileLock(lock, timeout=PREPARE_SECONDS):
             stamps = _stamps(data)  # before the files are read: others may replace them meanwhile
             directory = _cache_directory(data, stamps)
             if not (directory / MANIFEST).exists():
@@ -171,6 +172,8 @@ def prepare(data: Data) -> Manifest:
                 made = write(stream, directory, data.source)
                 if data.source not in sources.SOURCES and not made.fits(data):
                     say(f"warning: {made.statistics(data)}", sys.stderr)
+    except filelock.Timeout:
+        raise UserError(f"another process has held {lock} for {PREPARE_SECONDS:.0f} s: check that process") from None
     except OSError as error:
         raise UserError(
             f"cannot use {lock.parent} ({error.strerror}): set data.root to a folder that can be written, "

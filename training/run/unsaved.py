@@ -66,8 +66,7 @@ class Unsaved:
 
     def note_variables(self) -> None:
         """Notes the script's variables for a checkpoint, or for an admitted rank."""
-        if self._run.world.leader:
-            self._run.user_state.variables = self._variables.digests()
+        self._run.user_state.variables = self._variables.digests()
 
     def resumes(self, over: str, compares: bool) -> None:
         """Warns, if the run resumes, of what the script does not get back.
@@ -77,7 +76,7 @@ class Unsaved:
             compares: whether the loop continues where the save was, so that the script's variables are to have the values of the save.
         """
         run = self._run
-        if over in self._resuming and (run.world.leader or run.world.replacement):
+        if over in self._resuming:  # on each rank, since the state of a kept object may be a collective
             names = self._variables.differing(run.user_state.variables) if compares else []
             if names:
                 listed = ", ".join(names[:NAMES]) + (f" and {len(names) - NAMES} more" if len(names) > NAMES else "")
@@ -93,10 +92,10 @@ class Unsaved:
         self._resuming -= {"epochs", "batches"} if compares else {over}
 
     def _warn_here(self, sentence: str) -> None:
-        """Warns on this rank alone."""
+        """Warns on rank 0, and on a rank that was admitted: the others do not resume then."""
         if self._run.world.leader:
             self._run.warn(sentence)
-        else:
+        elif self._run.world.replacement:
             say(f"warning: rank {self._run.world.rank}: {sentence}", sys.stderr)
 
     def _alike(self) -> dict[str, str]:
