@@ -172,8 +172,7 @@ class Kubernetes(Section):
     node_selector: dict[Name, Text] = Field(default_factory=dict)
     """Labels that a node must have, e.g. `{example.com/pool: a100}`. Empty: any node."""
     tolerations: list[Values] = Field(default_factory=list, max_length=50)
-    """Taints of nodes on which the pods may still run, as a pod has them, e.g. `{key: gpu, operator: Exists}`. Without `operator` the
-    taint must have the same `value`, or none. Empty: none but those that the cluster adds to every pod."""
+    """Taints that the pods tolerate, as a pod has them: `{key: gpu, operator: Exists}`. Without `operator` the values must be equal."""
     spread: Literal["required", "preferred", "none"] = "required"
     """One pod per host: always, if possible, or not required. With `none`, two nodes of a job may share a machine."""
     gpu_resource: Name = "nvidia.com/gpu"
