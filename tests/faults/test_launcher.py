@@ -81,7 +81,8 @@ def test_restarts_and_the_code_for_the_cluster(
     done = _launched("--ranks", "2", "--grace", "20", *launch, "--", PYTHON, "-c", END, str(counted), mine, str(other))
     assert done.code == code and "Traceback" not in done.output, done.output
     assert counted.read_text().count("1") == starts
-    orders = {line for line in counted.with_suffix(".order").read_text().splitlines() if len(line) == 11}  # a rank may be killed before
+    lines = counted.with_suffix(".order").read_text().splitlines()
+    orders = {line for line in lines if len(line) == 11}  # a rank may be killed while it writes
     assert len(orders) == 1, f"a set has one order on all ranks and in each start: {orders}"
 
 
