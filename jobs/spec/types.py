@@ -15,7 +15,6 @@ from pydantic import (
     ValidationInfo,
     model_validator,
 )
-from pydantic_core import core_schema
 
 from lockstep.training.config import settings
 from lockstep.training.contract import BUCKET_URL
@@ -52,9 +51,10 @@ class Pattern:
     expected: str
     longest: int
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
-        text = core_schema.str_schema(pattern=self.pattern, min_length=1, max_length=self.longest, strict=True)
-        return core_schema.custom_error_schema(text, "text", custom_error_message=f"must be {self.expected}")
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> Any:
+        text = {"type": "str", "pattern": self.pattern, "min_length": 1, "max_length": self.longest, "strict": True}
+        about = {"custom_error_type": "text", "custom_error_message": f"must be {self.expected}"}
+        return {"type": "custom-error", "schema": text, **about}
 
 
 def _plain(text: str) -> str:
