@@ -7,7 +7,6 @@ import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,9 +26,9 @@ LOCKSTEP = [PYTHON, "-c", product.PROGRAM]
 
 @pytest.fixture(scope="module")
 def calm(jobs: Jobs) -> str:
-    """The final weights of one container of two ranks. The same image: bits depend on torch's build."""
+    """The final weights of one container of four ranks. The same image: bits depend on torch's build."""
     settings = [f"{name}={value}" for name, value in SHORT.items()]
-    words = ["--ranks", "2", "run", "smoke", "--run-dir", "/runs/calm", "--set", *settings]
+    words = ["--ranks", "4", "run", "smoke", "--run-dir", "/runs/calm", "--set", *settings]
     volume = f"{jobs.bench.claim}:/runs"
     docker("run", "--rm", "--shm-size", "256m", "--volume", volume, jobs.image, *words, timeout=BOUND)
     return weights_digest(jobs.bench.folder / "calm")
@@ -49,13 +48,13 @@ def saved(jobs: Jobs, spec: JobSpec, starts: int) -> Callable[[], bool]:
 @pytest.mark.promise("images")
 def test_nodes_are_killed_and_stopped_and_the_weights_are_those_of_one_container(jobs: Jobs, calm: str) -> None:
     """A killed node comes back when the job is submitted again. `docker stop` ends both saved, and the next job resumes."""
-    spec = jobs.smoke("stormy", ranks_per_node=1)
+    spec = jobs.smoke("stormy")
     assert jobs.backend.submit(spec).created
     poll(saved(jobs, spec, 1), BOUND, "a checkpoint")
     docker("kill", jobs.container(spec, 1))
     found = jobs.backend.status(spec.name)
     assert found.state == "restarting" and "node-1 was killed by SIGKILL" in found.reason, found
-    assert [part.ranks for part in found.ranks] == [[0], [1]]
+    assert [part.ranks for part in found.ranks] == [[0, 1], [2, 3]]
     assert not jobs.backend.submit(spec).created, "the same job again brings the node back"
     poll(saved(jobs, spec, 2), BOUND, "a checkpoint of the second start")
     docker("kill", jobs.container(spec, 0))  # rank 0, and the rendezvous with it: the other node soon ends, too
@@ -75,7 +74,7 @@ def test_nodes_are_killed_and_stopped_and_the_weights_are_those_of_one_container
     assert (found.state, found.code) == ("preempted", 75), found
     assert jobs.backend.submit(spec, "replace").created
     jobs.succeeded(spec)
-    assert jobs.backend.summary(spec.name)["world_size"] == 2
+    assert jobs.backend.summary(spec.name)["world_size"] == 4
     starts = jobs.events(spec, "start")
     assert len(starts) >= 4 and all(start["step"] > 0 for start in starts[1:]), starts
     assert weights_digest(jobs.run(spec)) == calm
@@ -137,36 +136,12 @@ def test_a_rank_and_a_container_are_lost_and_the_others_train_on(jobs: Jobs, tmp
     assert ours == undisturbed
 
 
-IDLE = """
-import time
-import torch
-from lockstep import Session
-
-with Session("run", "checkpoint.every_steps=4", "log.every=1") as run:
-    model = run.replicate(torch.nn.Linear(2, 2))
-    run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
-    for _ in run.epochs(1):
-        for _ in run.iterate(range(3000)):
-            time.sleep(0.2)
-            run.step(lambda x: model(x).square().mean(), torch.ones(2, 2), samples=2)
-"""
-"""Trains for ten minutes, and leaves the cores to others."""
-
-
-def idle(folder: Path) -> dict[str, Any]:
-    (folder / "idle").mkdir()
-    (folder / "idle/train.py").write_text(IDLE)
-    return {"command": ["python", "train.py"], "code": str(folder / "idle"), "ranks_per_node": 1}
-
-
-def test_a_rank_that_takes_too_much_memory_is_named_and_a_time_limit_ends_both_nodes_saved(
-    jobs: Jobs, tmp_path: Path
-) -> None:
+def test_a_rank_that_takes_too_much_memory_is_named_and_a_time_limit_ends_both_nodes_saved(jobs: Jobs) -> None:
     """Two jobs side by side."""
     program = "import time; print('begun', flush=True); x = bytearray(600 << 20); time.sleep(600)"
     limits = {"nodes": 1, "ranks_per_node": 1, "memory": "512Mi", "shm": "64Mi", "max_restarts": 0}
     starved = jobs.spec("starved", command=["python", "-c", program], **limits)
-    slow = jobs.spec("slow", time_limit="20s", **idle(tmp_path))
+    slow = jobs.smoke("slow", time_limit="20s", ranks_per_node=1, overrides={"epochs": 1000})
     for spec in (slow, starved):
         jobs.backend.submit(spec)
     found = jobs.backend.wait(starved.name, BOUND)
@@ -185,8 +160,9 @@ def test_a_job_at_the_command_line_its_health_and_its_closed_root(jobs: Jobs, tm
     """As a person types it: doctor, submit, diff, logs of a rank, cancel, status. A rank that stands still is unhealthy."""
     every = {"interval": "1s", "start_period": "1s", "retries": 2, "timeout": "5s"}
     check = {"healthcheck": {**every, "test": ["CMD", "python", "/opt/build/healthcheck.py"]}}
+    overrides = {"epochs": 1000, "metrics.stale_seconds": 4}
     patch = {"patch": {"services": {"node-0": check, "node-1": check}}}
-    spec = jobs.spec("typed", overrides={"metrics.stale_seconds": 4}, compose=patch, **idle(tmp_path))
+    spec = jobs.smoke("typed", ranks_per_node=1, overrides=overrides, compose=patch)
     file, name = tmp_path / "job.json", jobs.container(spec, 1)
     file.write_text(json.dumps(spec.plain()))
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
