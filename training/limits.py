@@ -143,6 +143,8 @@ ERROR_SECONDS = 2.0
 """Time between the error of one rank and the end of the ranks that have not reported an error."""
 STORE_SECONDS = 60.0
 """Bounds a question to the launcher's store."""
+MISSING_NODES_SECONDS = 60.0
+"""Time after which a line says that nodes are missing: on a healthy cluster they come one after another."""
 LOST_SECONDS = 15
 """Default of `--lost-seconds` without `--live`: a node without a report for this time is lost."""
 LOST_LIVE_SECONDS = 10

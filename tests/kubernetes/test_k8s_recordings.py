@@ -15,6 +15,7 @@ from k8s_server import ApiServer
 
 from tests.jobs.helpers import lockstep
 from tests.processes import poll
+from tests.product import JobSpec
 
 Recorded = dict[str, Any]
 RECORDINGS = Path(__file__).parent / "recordings"
@@ -194,12 +195,15 @@ SAID = {
 def test_the_status_of_a_real_servers_objects(server: ApiServer, row: Recorded, tmp_path: Path) -> None:
     """Jobs, pods and events as they were, for the command that a person types."""
     cluster, job = server.cluster, row["job"]
+    name, trains = job["metadata"]["name"], job["spec"].get("trainer", {}).get("numNodes")
+    nodes = trains or job["spec"]["pytorchReplicaSpecs"]["Worker"]["replicas"]
+    spec = JobSpec.of({"name": name, "recipe": "smoke", "image": "localhost:5000/one:1", "nodes": nodes})
+    job["metadata"]["annotations"] = {"lockstep/spec": json.dumps(spec.plain())}  # the recordings have none
     server.kubeconfig(tmp_path / "kubeconfig", namespace="lockstep")
     kind, makers = f"{job['kind'].lower()}s", [row["maker"]] if "maker" in row else []
     for plural, items in ((kind, [job]), ("pods", row["pods"]), ("events", row["events"]), ("jobs", makers)):
         for item in items:
             cluster.put(plural, item, "lockstep")
-    name = job["metadata"]["name"]
     found = json.loads(lockstep(tmp_path, "status", "k8s", name, "--json").stdout)
     state, reason = SAID[name]
     assert found["state"] == state and reason in found["reason"], found

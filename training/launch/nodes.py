@@ -36,6 +36,7 @@ from ..contract import ENV_SECRET, EXIT_FAILED, MASTER_PORT, UserError, to_stder
 from ..limits import (
     HEARD_SECONDS,
     LEAVE_SECONDS,
+    MISSING_NODES_SECONDS,
     NODE_LOOK_SECONDS,
     STORE_SECONDS,
 )
@@ -202,7 +203,7 @@ def joined(wanted: Meeting) -> tuple[SignedStore, int]:
         if left <= 0:
             why = f"there was no answer at {wanted.endpoint} for {timeout:g} s: {problem}: giving up"
             raise CannotMeet(why, final=True)
-        if not waits:
+        if not waits and time.monotonic() - began >= MISSING_NODES_SECONDS:
             waits = True
             to_stderr(f"launch: waits for {wanted.endpoint}, up to {timeout:g} s ({problem})")
         time.sleep(min(1.0, left))
@@ -384,7 +385,7 @@ class Nodes:
             if time.monotonic() - began > seconds:
                 why = f"{missing} of {nodes} nodes did not come within {seconds:g} s: giving up"
                 raise CannotMeet(why, final=True)
-            if not waits:
+            if not waits and time.monotonic() - began >= MISSING_NODES_SECONDS:
                 waits = True
                 to_stderr(f"launch: waits for {missing} of {nodes} nodes, up to {seconds:g} s")
             time.sleep(NODE_LOOK_SECONDS)
