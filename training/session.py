@@ -17,7 +17,7 @@ from typing import Any, TypeVar, overload
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler
 
 from lockstep.wire.payload import SessionOptions
 
@@ -355,13 +355,10 @@ class Session(Reporting):
             >>> for x, y in run.iterate(loader):
             ...     run.step(F.cross_entropy(model(x), y), samples=len(y))
         """
-        if isinstance(
-            getattr(loader, "sampler", None), DistributedSampler
-        ):  # each rank takes other samples of one dataset
-            dataset, workers = loader.dataset, loader.num_workers  # type: ignore[attr-defined]
-            check_alike(
-                dataset, self.world, self.seed, workers, "run.iterate()", "give its loader a sampler of another kind"
-            )
+        # Each rank takes other samples of one dataset.
+        if isinstance(loader, DataLoader) and isinstance(loader.sampler, DistributedSampler):
+            instead = "give its loader a sampler of another kind"
+            check_alike(loader.dataset, self.world, self.seed, loader.num_workers, "run.iterate()", instead)
         return self._started().iterate(loader, accumulate)
 
     def part(self, batch: T) -> T:

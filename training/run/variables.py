@@ -69,20 +69,19 @@ class Variables:
 
     def __init__(self, state: TrainState) -> None:
         self._state = state
-        self._start = {name: mark for name, _, mark in self._marks()}
+        self._start = {name: mark for name, _, mark in self._marks(_held(state))}
 
     def digests(self) -> dict[str, str]:
         """Returns name → digest of each iterator, and of each variable that has changed since the start of the attempt."""
         held = _held(self._state)
-        changed = [
-            (name, value) for name, value, mark in self._marks() if mark == _ITERATOR or mark != self._start.get(name)
-        ]
+        marks, start = self._marks(held), self._start
+        changed = [(name, value) for name, value, mark in marks if mark == _ITERATOR or mark != start.get(name)]
         return {name: text for name, value in changed if (text := _digest(value, held)) is not None}
 
     def differing(self, before: dict[str, str]) -> list[str]:
         """Returns the names of variables that have another value than in these digests of a checkpoint."""
         held = _held(self._state)
-        now = [(name, value, _digest(value, held)) for name, value, _ in self._marks() if name in before]
+        now = [(name, value, _digest(value, held)) for name, value, _ in self._marks(held) if name in before]
         return [
             name
             for name, value, text in now
@@ -93,20 +92,23 @@ class Variables:
         """Yields the name and value of each generator that has drawn, and of each tensor, or object of tensors, that has changed in
         place since the start. Of single tensors only the first: a tensor that accumulates may be set to zero before it is read."""
         has_tensor = False
-        for name, value, mark in self._marks():
+        for name, value, mark in self._marks(_held(self._state)):
             is_tensor = issubclass(type(value), torch.Tensor)
             if _has_moved(self._start.get(name), mark) and not (is_tensor and has_tensor):
                 has_tensor |= is_tensor
                 yield name, value
 
-    def _marks(self) -> list[tuple[str, Any, Any]]:
-        """Returns (name, value, mark) of each value that no checkpoint holds. Two marks are equal if the value has not changed."""
-        held, marks = _held(self._state), dict[str, tuple[Any, Any]]()
+    def _marks(self, held: set[int | None]) -> list[tuple[str, Any, Any]]:
+        """Returns (name, value, mark) of each value that no checkpoint holds. Two marks are equal if the value has not changed.
+
+        Args:
+            held: the tensors and generators that a checkpoint holds (`_held`).
+        """
+        marks: dict[str, tuple[Any, Any]] = {}
         for name, value, is_own in reached(self._state):
+            is_item = name[-1] == "]"  # it belongs to its list or dictionary, which is compared as a whole
             by_itself = issubclass(type(value), (torch.Tensor, nn.Module)) or generators.is_generator(value)
-            if name not in marks and (
-                is_own or (by_itself and name[-1] != "]")
-            ):  # an item belongs to its list or dictionary
+            if name not in marks and (is_own or (by_itself and not is_item)):
                 with contextlib.suppress(Exception):  # an object of the script may raise anything
                     if (mark := _print(value, held, _mark)) is not None:
                         marks[name] = value, mark
@@ -125,11 +127,10 @@ def reached(state: TrainState) -> list[Reached]:
     ]
     known = [*user_state.generators.values()]
     named = ((name, value) for names in _frames() for name, value in names.items() if name[:2] != "__")
-    try:
+    with contextlib.suppress(Exception):  # a property, or a subclass of a tensor or a dictionary, may raise anything
         known += [value for _, value, _ in _below(inside, [])]
         return list(_below(named, known))
-    except Exception:  # noqa: BLE001 - a property, or a subclass of a tensor or a dictionary, may raise anything
-        return []
+    return []
 
 
 def counting() -> str | None:
@@ -157,11 +158,12 @@ def _generators(iterator: Any) -> list[types.GeneratorType[Any, Any, Any]]:
 
 def _frames() -> Iterator[dict[str, Any]]:
     """Yields the variables of the running functions, innermost first, without ours."""
-    frame = sys._getframe()
-    while frame := frame.f_back:  # type: ignore[assignment]
+    frame = sys._getframe().f_back
+    while frame is not None:
         if not frame.f_globals.get("__name__", "").startswith("lockstep."):
             yield {**frame.f_locals}
             yield {**frame.f_globals}
+        frame = frame.f_back
 
 
 def _below(named: Iterable[tuple[str, Any]], known: list[Any]) -> Iterator[Reached]:
@@ -238,9 +240,8 @@ def _print(value: Any, held: set[int | None], leaf: Callable[[Any], Any], depth:
     if issubclass(kind, (float, np.generic)):
         return None if _is_time(value) else repr(value)
     if issubclass(kind, torch.Tensor):
-        is_result = (
-            value.requires_grad and depth == DEPTH
-        )  # such as a loss; or a parameter, of which `trained_outside` warns
+        # Such as a loss; or a parameter, of which `trained_outside` warns.
+        is_result = value.requires_grad and depth == DEPTH
         return None if is_result or not _is_compared(value, held) else leaf(value)
     if issubclass(kind, np.ndarray):
         if value.dtype.hasobject or _is_mapped(value):
@@ -249,9 +250,8 @@ def _print(value: Any, held: set[int | None], leaf: Callable[[Any], Any], depth:
     if generators.is_generator(value):
         return None if id(value) in held else leaf(value)
     if issubclass(kind, nn.Module):
-        tensors = (
-            [*value.parameters(), *value.buffers()] if "_modules" in vars(value) else []
-        )  # else it is not constructed
+        is_constructed = "_modules" in vars(value)
+        tensors = [*value.parameters(), *value.buffers()] if is_constructed else []
         return [leaf(tensor) for tensor in tensors if _is_compared(tensor, held)] or None
     if hasattr(kind, "__next__"):
         return None if issubclass(kind, io.IOBase) or _has_ended(value) else _position(value)
