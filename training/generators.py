@@ -18,14 +18,15 @@ def seed(number: int) -> None:
 
 def of_process(device: torch.device) -> dict[str, Any]:
     """Returns the generators that the modules' own functions draw from (`torch.randn`, `random.random`), by name."""
-    found = {
+    # The functions are methods of the one generator of their module, which has no public name; their annotations hide it.
+    generators = {
         "python": random.getstate.__self__,  # type: ignore[attr-defined]
         "numpy": np.random.get_state.__self__,  # type: ignore[attr-defined]
         "torch": torch.default_generator,
     }
     if device.type == "cuda":
-        found["cuda"] = torch.cuda.default_generators[device.index or 0]
-    return found
+        generators["cuda"] = torch.cuda.default_generators[device.index or 0]
+    return generators
 
 
 def is_generator(thing: object) -> bool:

@@ -151,7 +151,7 @@ class KubernetesBackend(Cluster):
         if spec.k8s.kind != "auto":
             return spec
         jobs = dict(self._named(spec.name))
-        kinds = [kind for kind, found in jobs.items() if found] or [*jobs]
+        kinds = [kind for kind, same_name in jobs.items() if same_name] or [*jobs]
         if not kinds:
             raise UserError(f"the cluster has neither {' nor '.join(KINDS)}: see `lockstep doctor k8s`")
         if len(kinds) > 1:
@@ -414,7 +414,7 @@ class KubernetesBackend(Cluster):
         return sorted((_row(job) for _, of_kind in jobs for job in of_kind), key=lambda row: row.name)
 
     def job(self, name: str) -> Manifest | None:
-        return next((job for _, found in self._named(name) for job in found), None)
+        return next((job for _, jobs in self._named(name) for job in jobs), None)
 
     def _named(self, name: str) -> Iterator[tuple[str, Manifests]]:
         """Yields the job of that name in each kind that is served: a list of one, or an empty list."""

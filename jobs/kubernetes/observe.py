@@ -47,7 +47,7 @@ def status_from_pods(
         {None, *(get(item, "metadata", "uid") for item in [job, *pods])},
         get(job, "metadata", "creationTimestamp") or "",
     )
-    # Events of an earlier job with the same name stay for an hour. Those of a TrainJob's batch Job are told by their time.
+    # Events of an earlier job with the same name stay for an hour. Those of a TrainJob's batch Job are known by their time.
     events = [
         event for event in events
         if get(event, "involvedObject", "uid") in known

@@ -179,28 +179,28 @@ def test_a_job_at_the_command_line_its_health_and_its_closed_root(jobs: Jobs, tm
             f"for p in /proc/[0-9]*; do grep -qs 'LOCAL_RANK=0' $p/environ && kill -{signal} ${{p#/proc/}}; done; true"
         )
 
-    code, said = typed("doctor", "compose", str(file))
-    assert code == 0, said
-    code, said = typed("submit", "compose", str(file))
-    assert code == 0 and "submitted" in said, said
-    code, said = typed("submit", "compose", str(file), "--dry-run")
-    assert code == 0 and "would attach" in said, said
+    code, output = typed("doctor", "compose", str(file))
+    assert code == 0, output
+    code, output = typed("submit", "compose", str(file))
+    assert code == 0 and "submitted" in output, output
+    code, output = typed("submit", "compose", str(file), "--dry-run")
+    assert code == 0 and "would attach" in output, output
     poll(saved(jobs, spec, 1), BOUND, "a checkpoint")
     poll(lambda: health(name) == "healthy", BOUND, "health")
-    said = inside("touch /opt/x /app/x; cat /proc/1/cmdline | tr '\\0' ' '; grep Cap /proc/1/status")
-    assert said.count("Read-only file system") == 2 and "python -m lockstep.training launch" in said, said
-    assert all(line.split()[1].strip("0") == "" for line in said.splitlines() if line.startswith("Cap")), said
+    output = inside("touch /opt/x /app/x; cat /proc/1/cmdline | tr '\\0' ' '; grep Cap /proc/1/status")
+    assert output.count("Read-only file system") == 2 and "python -m lockstep.training launch" in output, output
+    assert all(line.split()[1].strip("0") == "" for line in output.splitlines() if line.startswith("Cap")), output
     assert "NoNewPrivs:\t1" in inside("cat /proc/1/status")
     to_the_rank("STOP")
     poll(lambda: health(name) == "unhealthy", BOUND, "a rank that stands still makes the node unhealthy")
     assert jobs.backend.status(spec.name).ranks[1].reason.startswith("unhealthy")
     to_the_rank("CONT")
-    code, said = typed("logs", "compose", spec.name, "--rank", "0", "--tail", "5")
-    assert '"event": "' in said and "[rank" not in said
-    code, said = typed("cancel", "compose", spec.name)
-    assert code == 0 and "cancelled; its containers had the grace period" in said, said
-    code, said = typed("status", "compose", spec.name)
-    assert code == 2 and "there is no compose job" in said, said
+    code, output = typed("logs", "compose", spec.name, "--rank", "0", "--tail", "5")
+    assert '"event": "' in output and "[rank" not in output
+    code, output = typed("cancel", "compose", spec.name)
+    assert code == 0 and "cancelled; its containers had the grace period" in output, output
+    code, output = typed("status", "compose", spec.name)
+    assert code == 2 and "there is no compose job" in output, output
     assert json.loads((jobs.run(spec) / "status.json").read_text())["code"] == 75
 
 

@@ -96,8 +96,8 @@ def test_the_reason_why_a_program_cannot_be_started_is_printed(tmp_path: Path) -
     (tmp_path / "train.py").touch(0o644)
     for word in ("train.py", "none"):
         done = _launched("--", word, cwd=tmp_path)
-        told = f"error: launch: {word} is no executable program on PATH"
-        assert done.code == 2 and done.output.startswith(told) and len(done.output.splitlines()) == 1, done.output
+        sentence = f"error: launch: {word} is no executable program on PATH"
+        assert done.code == 2 and done.output.startswith(sentence) and len(done.output.splitlines()) == 1, done.output
 
 
 @pytest.mark.promise("named-rank")
@@ -138,11 +138,13 @@ def test_who_starts_it_may_ignore_the_end_of_children() -> None:
 @pytest.mark.promise("named-rank")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_is_a_sentence_a_node_and_no_stack(job: Job, rank: int) -> None:
-    job.ranks, told = 3, f"rank {rank} did not arrive: ended by"
+    job.ranks, sentence = 3, f"rank {rank} did not arrive: ended by"
     with job.launched(LOCKSTEP_TEST_FATE=f"{rank}:7:KILL") as gang:
         done = gang.wait(240)
     assert done.code == 1 and f"launch: rank {rank} was ended by SIGKILL" in done.output, done.output
-    assert done.output.count(told) == done.output.count("step 6: ") == 1 and "frame #" not in done.output, done.output
+    assert done.output.count(sentence) == done.output.count("step 6: ") == 1 and "frame #" not in done.output, (
+        done.output
+    )
     status = json.loads((job.run_dir / "status.json").read_text())
     assert status["code"] == 1 and f"rank {rank} " in status["reason"], "rank 0 cannot say so where it was killed"
     assert f"launch: step {job.steps()[0]} is saved: the same command resumes there" in done.output, done.output

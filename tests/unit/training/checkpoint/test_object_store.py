@@ -162,12 +162,12 @@ def test_what_is_damaged_on_its_way_is_read_again(
         return data
 
     monkeypatch.setattr(obstore, "get_range", once)
-    told = list[str]()
+    warnings = list[str]()
     other = ObjectStore("s3://bucket/run")
     (tmp_path / "other").mkdir()
     other.check(tmp_path / "other", False)
-    newest = other.acquire(False, told.append)
-    assert len(damaged) == 1 and newest is not None and newest.name == "step-00000003" and not told
+    newest = other.acquire(False, warnings.append)
+    assert len(damaged) == 1 and newest is not None and newest.name == "step-00000003" and not warnings
     assert content(tmp_path / "other") == content(run)
 
 
@@ -192,28 +192,28 @@ def test_a_commit_during_a_download_is_no_damage(run: Path, tmp_path: Path, monk
         return get(store, key, **options)
 
     monkeypatch.setattr(obstore, "get_range", committing)
-    told = list[str]()
+    warnings = list[str]()
     (tmp_path / "copy").mkdir()
-    ObjectStore("s3://bucket/run").download(tmp_path / "copy", told.append)
-    assert not told and [path.name for path in (tmp_path / "copy/checkpoints").iterdir()] == ["step-00000006"]
+    ObjectStore("s3://bucket/run").download(tmp_path / "copy", warnings.append)
+    assert not warnings and [path.name for path in (tmp_path / "copy/checkpoints").iterdir()] == ["step-00000006"]
 
 
 def test_an_archive_that_would_fill_the_memory_is_not_unpacked(run: Path, tmp_path: Path) -> None:
-    objects, told, data = acquired(run), list[str](), io.BytesIO()
+    objects, warnings, data = acquired(run), list[str](), io.BytesIO()
     with zipfile.ZipFile(data, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("events.jsonl", bytes(1 << 20))
     objects.put("files.zip", data.getvalue())
     objects.put("head", Head(run="0" * 32, holder="a" * 32, commit="c" * 32, run_yaml="{}", archive="files.zip").text())
     (tmp_path / "copy").mkdir()
-    ObjectStore("s3://bucket/run").download(tmp_path / "copy", told.append)
-    assert len(told) == 1 and "compressed" in told[0] and content(tmp_path / "copy") == {"run.yaml": b"{}"}
+    ObjectStore("s3://bucket/run").download(tmp_path / "copy", warnings.append)
+    assert len(warnings) == 1 and "compressed" in warnings[0] and content(tmp_path / "copy") == {"run.yaml": b"{}"}
 
 
 @pytest.mark.parametrize("data", [b"of another program", b""])
 def test_an_archive_that_is_none_is_named(data: bytes, run: Path, tmp_path: Path) -> None:
-    objects, told = acquired(run), list[str]()
+    objects, warnings = acquired(run), list[str]()
     objects.put("files.zip", data)
     head = Head(run="0" * 32, holder="a" * 32, commit="c" * 32, run_yaml="{}", archive="files.zip")
     objects.put("head", head.text())
-    ObjectStore("s3://bucket/run").download(tmp_path, told.append)
-    assert len(told) == 1 and "files.zip" in told[0]
+    ObjectStore("s3://bucket/run").download(tmp_path, warnings.append)
+    assert len(warnings) == 1 and "files.zip" in warnings[0]
