@@ -78,13 +78,13 @@ def test_a_strategy_whose_state_several_models_would_lose_takes_one(tmp_path: Pa
 
 def test_models_that_learn_in_turn_and_together_are_the_same_under_ddp(tmp_path: Path) -> None:
     """The first pass of a network may be one in which it does not learn, or one through another network. A step whose function
-    failed in its second micro-batch, and is called again, leaves nothing behind. An average of one of them is named."""
+    failed in its second micro-batch, and is called again, leaves nothing behind."""
     for first in ("head", "both"):
         weights: list[dict[str, torch.Tensor]] = []
         for sync, micro in (("flat", 0), ("ddp", 4)):
             run_dir = tmp_path / f"{first}-{sync}-{micro}"
             done = script(2, CODE, run_dir, first, f"sync.name={sync}", f"micro_batch_size={micro}")
-            assert done.code == 0 and done.output.count("shadow moves") == 1, done.output
+            assert done.code == 0 and "warning" not in done.output, done.output
             weights.append(shared(run_dir)["model"])
         for other in weights[1:]:
             assert (

@@ -3,6 +3,7 @@ abort. Also tells which errors come from connections to other ranks."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import os
@@ -129,7 +130,8 @@ _TASKS = Path("/proc/self/task")
 def let_gloo_finish() -> None:
     """Waits until gloo's threads have released the tensors that they have sent. A script's group may be open still, or a DDP may hold it.
 
-    It runs before the interpreter begins to exit (`joined` registers it). `time.sleep` releases the interpreter's lock meanwhile.
+    It runs before the interpreter begins to exit, also if a script opens its group without `joined`. `time.sleep` releases the lock of the
+    interpreter meanwhile.
 
     If a thread drops a tensor while the interpreter exits, Python ends the thread inside C++. This aborts the process ("terminate called
     without an active exception", exit code 134). Only Linux shows the states of threads; elsewhere there is no wait.
@@ -142,6 +144,9 @@ def let_gloo_finish() -> None:
         if now == before and all(state == "S" for state, _ in now.values()):
             return
         before = now
+
+
+atexit.register(let_gloo_finish)
 
 
 def _looked() -> dict[str, tuple[str, str]]:

@@ -9,7 +9,6 @@ Nothing set means one rank; a contradiction is an error that names the variables
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import dataclasses
 import gc
@@ -338,8 +337,6 @@ def joined(
             raise dist.DistError(f"the process group cannot be opened: {error}") from error
         leave = dist.destroy_process_group
         opened = process.new_connections(of_store)
-        atexit.unregister(process.let_gloo_finish)  # a process may join several groups
-        atexit.register(process.let_gloo_finish)
         process.keep_from_children(opened)
         yield dataclasses.replace(world, device=chosen, nccl=nccl, peers={} if nccl else opened)
     except BaseException as error:
