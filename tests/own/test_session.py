@@ -343,6 +343,42 @@ with Session(sys.argv[1]) as run:
     assert done.output.count("warning: rank 0: run.evaluate() needs the same dataset on every rank") == 1, done.output
 
 
+CHANGING = """
+import numpy
+class Kept(torch.utils.data.Dataset):
+    def __init__(self):
+        self.kept, self.targets, self.draws = {}, [0.0] * 64, numpy.random.default_rng(run.rank)
+    def __len__(self):
+        return len(self.targets)
+    def __getitem__(self, index):
+        if kind == "augmented":
+            return self.kept.setdefault(index, torch.randn(3)), index
+        if kind == "decoded":
+            image = self.kept.setdefault(index, torch.full((3,), index))
+            return image + torch.randn(3) + self.draws.normal(), index, self.targets[index]
+        return torch.randn(3), index, self.targets[index]
+with Session(sys.argv[1]) as run:
+    m, o = make(run)
+    kind, data = sys.argv[2], Kept()
+    draws = data.draws.bit_generator.state
+    for epoch in run.epochs(3):
+        batches = run.batches(data, 16, workers=int(kind == "workers"))
+        assert epoch or data.draws.bit_generator.state == draws  # the script may have kept it
+        for image, index, *_ in batches:
+            for one in index:
+                data.targets[one] += 0.5 if kind == "targets" else 0.0
+            step(run, m, DATA[:8], samples=8)
+        data.targets = [epoch] * 64 if kind == "decoded" else data.targets  # alike on all ranks
+"""
+
+
+@pytest.mark.parametrize(("kind", "count"), [("augmented", 2), ("targets", 2), ("decoded", 0), ("workers", 0)])
+def test_a_dataset_that_changes_on_each_rank_by_its_samples_is_named(tmp_path: Path, kind: str, count: int) -> None:
+    """It caches augmented samples, or the loop writes targets into it. What it decodes, or what changes alike on all ranks, is not."""
+    done = script(2, SCRIPT + CHANGING, tmp_path / "run", kind)
+    assert done.code == 0 and done.output.count("changes as it is read") == count, done.output
+
+
 def test_parts_are_of_one_batch_and_of_the_same_samples(tmp_path: Path) -> None:
     """What a rank draws by its own samples moves its generators, and the next order is another one. Three ranks do not divide crops as
     they divide their images. Paths may differ. Parts of an evaluation have any length."""

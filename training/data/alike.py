@@ -1,5 +1,6 @@
 """Checks that a dataset is the same on every rank: its length, and a few samples. Unsorted file names, or an unseeded shuffle, give each
-rank another order: the ranks would train some samples twice, and others never.
+rank another order: the ranks would train some samples twice, and others never. A dataset that changes as it is read, such as one that
+caches augmented samples, changes on each rank by other samples.
 
 Whole numbers, such as labels, must be equal. Other numbers may differ in their last bits, where two machines decode an image: the ranks
 are warned. What a dataset draws from its private generators is not compared.
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from .. import generators
 from ..contract import UserError, to_stderr
 from ..limits import COMPARE_SECONDS
 from ..parallel.exchange import all_gather_trees, raise_together
@@ -32,23 +34,23 @@ SAMPLES = 16
 LEAVES = 32
 """Most tensors of a sample to compare."""
 _NUMBER = (int, float, np.number)
-_COMPARED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-"""`id` → dataset that was compared."""
+_USES: dict[int, tuple[weakref.ref[Any], int]] = {}
+"""`id` → (the dataset, how often a call has compared it)."""
 
 
 def check_alike(dataset: Any, world: World, seed: int, workers: int, who: str, instead: str) -> None:
-    """Compares the ranks' datasets: their lengths, and at the first use a few samples. Collective.
+    """Compares the ranks' datasets: their lengths, and at the uses 1, 2, 3, 5, 9 … a few samples, other ones each time. Collective.
 
     Args:
         workers: 0: this process loads the samples; else a worker does, because workers would share the files that are opened here.
         who: the call that needs the dataset, for the error.
         instead: what to do with a loader of another kind.
 
-    Warns if only numbers differ that are not whole, as those of images.
+    Warns if only numbers differ that are not whole, as those of images, or if samples differ that may have been equal at the first use.
 
     Raises:
         TypeError: the dataset is not map-style.
-        UserError: on all ranks: the datasets differ.
+        UserError: on all ranks: the datasets differ at their first use, or in length.
     """
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise TypeError(
@@ -56,23 +58,39 @@ def check_alike(dataset: Any, world: World, seed: int, workers: int, who: str, i
         )
     if world.size == 1:
         return
-    new = _COMPARED.get(id(dataset)) is not dataset  # the ranks need not agree: a rank without values is not compared
-    values = _values(dataset, seed, workers) if new else []
-    every = all_gather_trees([len(dataset), values], world)
-    lengths = [length for length, _ in every]
-    certain, what = _difference([theirs for _, theirs in every])
+    uses = _uses(dataset)
+    looks = uses == 0 or not (workers or uses & (uses - 1))  # a copy in a worker changes, and not this one
+    every = all_gather_trees([len(dataset), uses, _values(dataset, seed, workers, uses) if looks else []], world)
+    lengths = [length for length, *_ in every]
+    # The ranks need not agree about the use: a rank without values is not compared.
+    certain, what = _difference([values if its == every[0][1] else [] for _, its, values in every])
     if len(set(lengths)) > 1:
-        certain, what = True, f"it has {lengths} samples, by rank"
+        certain, what, uses = True, f"it has {lengths} samples, by rank", 0
     sentence = (
         f"{who} needs the same dataset on every rank, in the same order, and {what}: sort the names of files, and shuffle with a "
         "seed that all ranks have"
     )
-    if certain:
+    if uses:
+        sentence = (
+            f"{who} needs the same dataset on every rank, and {what}, which were equal at first. The dataset changes as it is read, or "
+            "the loop changes it, on each rank by other samples: let a sample depend on its index and torch's random numbers alone, and "
+            "add up over the ranks what the loop writes into it"
+        )
+    elif certain:
         raise_together(UserError(sentence), world)
+    else:
+        sentence += ", unless the ranks only decode images in different ways"
     if what and world.leader:
-        to_stderr(f"warning: rank 0: {sentence}, unless the ranks only decode images in different ways")
-    with contextlib.suppress(TypeError):  # a list has no weak reference: it is compared again
-        _COMPARED[id(dataset)] = dataset
+        to_stderr(f"warning: rank 0: {sentence}")
+
+
+def _uses(dataset: Any) -> int:
+    """Counts the uses of a dataset. Returns how many there were before; 0 for a list, to which there is no weak reference."""
+    known, uses = _USES.get(id(dataset), (None, 0))
+    uses = uses if known is not None and known() is dataset else 0
+    with contextlib.suppress(TypeError):
+        _USES[id(dataset)] = weakref.ref(dataset), uses + 1
+    return uses
 
 
 def check_alike_whole(whole: Any, world: World) -> None:
@@ -112,15 +130,21 @@ def _difference(every: list[list[Values]]) -> tuple[bool, str]:
     return False, images
 
 
-def _values(dataset: Any, seed: int, workers: int) -> list[Values]:
-    """Returns the values of a few samples, spread over the dataset. Returns [] if a sample cannot be loaded: the loop raises the error."""
+def _values(dataset: Any, seed: int, workers: int, use: int) -> list[Values]:
+    """Returns the values of a few samples, spread over the dataset, as they are in epoch `use`. Returns [] if a sample cannot be loaded:
+    the loop raises the error."""
     count = min(SAMPLES, len(dataset))
-    ids = [number * len(dataset) // count for number in range(count)]
-    compared = _Compared(Seeded(dataset, seed, 0))
+    ids = [(number * len(dataset) // count + use) % len(dataset) for number in range(count)]
+    compared = _Compared(Seeded(dataset, seed, use))
+    own = [thing for thing in getattr(dataset, "__dict__", {}).values() if generators.is_generator(thing)]
+    states = [generators.state_of(generator) for generator in own]
     try:
         return next(loader(compared, [ids], min(workers, 1), list, pins=False)) if ids else []
     except Exception:  # noqa: BLE001
         return []
+    finally:
+        for generator, state in zip(own, states):  # the script may have kept it
+            generators.set_state(generator, state)
 
 
 class _Compared(Dataset[Any]):
