@@ -62,9 +62,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.add_argument("--fresh-once", metavar="WORD", help="start over unless the run was started with this WORD; for jobs, which "
                      "may be started again with the same words")  # fmt: skip
-    run.add_argument("--check-closeness", action="append", dest="assignments", metavar="every=N",
-                     type=lambda text: f"check_closeness={text.removeprefix('every=')}",
-                     help="compare the ranks' parameters every N steps")  # fmt: skip
     run.add_argument("--log-format", action="append", type="log.format={}".format, dest="assignments", metavar="FORMAT",
                      help="table for people (the default), json for clusters")  # fmt: skip
     run.set_defaults(action=_run)

@@ -61,9 +61,6 @@ def run(
     fresh: Annotated[
         bool, typer.Option(help="Start over; an earlier run in the directory is renamed, not deleted.")
     ] = False,
-    check_closeness: Annotated[
-        str | None, typer.Option(metavar="every=N", help="Compare the ranks' parameters every N steps.")
-    ] = None,
     max_restarts: Annotated[int, typer.Option(help="Restarts after a failure.", min=0)] = 0,
     live: Annotated[
         bool, typer.Option("--live", help="If a rank is killed the others continue; needs sync.name=exact, on CPUs.")
@@ -72,7 +69,6 @@ def run(
 ) -> None:
     """Train on this machine, in the foreground."""
     settings = list(assignments or [])
-    settings += [f"check_closeness={check_closeness.removeprefix('every=')}"] if check_closeness else []
     own = "--" in sys.argv
     if not own and program:
         raise UserError(f"one recipe, got {recipe} and {program[0]}: your own program goes after --")

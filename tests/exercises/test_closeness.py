@@ -53,7 +53,7 @@ def test_the_first_tensor_that_differs_is_named_on_every_rank() -> None:
 
 
 def test_a_run_checks_itself_and_ends_where_a_rank_drifts_apart(tiny: list[str], tmp_path: Path) -> None:
-    words = ("run", "smoke", "--check-closeness", "every=4", "--set", *tiny, "model=tests.nets:Dying")
+    words = ("run", "smoke", "--set", *tiny, "check_closeness=4", "model=tests.nets:Dying")
     done = gang(2, *words, "--run-dir", str(tmp_path / "good"))
     assert done.code == 0, done.output
     done = gang(2, *words, "--run-dir", str(tmp_path / "bad"), env=clean_env(LOCKSTEP_TEST_FATE="1:6:DRIFT"))

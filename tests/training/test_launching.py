@@ -25,8 +25,8 @@ def _summary(run_dir: Path) -> dict[str, Any]:
 @pytest.mark.promise("launchers", "recorded-steps")
 def test_two_ranks_under_lockstep_run(tiny: list[str], tmp_path: Path) -> None:
     """As a user starts them: every process is a fresh one. Other launchers: tests/sync."""
-    words = ["--run-dir", str(tmp_path / "run"), "--ranks", "2", "--check-closeness", "every=5"]
-    words += [word for setting in [*tiny, "capture=auto"] for word in ("--set", setting)]
+    words = ["--run-dir", str(tmp_path / "run"), "--ranks", "2"]
+    words += [word for setting in [*tiny, "capture=auto", "check_closeness=5"] for word in ("--set", setting)]
     (tmp_path / "tmp").mkdir()
     env = clean_env(TMPDIR=str(tmp_path / "tmp"))
     done = run([str(Path(PYTHON).parent / "lockstep"), "run", "smoke", *words], env)

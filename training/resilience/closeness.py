@@ -2,7 +2,7 @@
 
     from lockstep.training.resilience.closeness import check_parameter_closeness
     check_parameter_closeness(model)            # in a script of your own, after any step; every rank calls it
-    lockstep run … --check-closeness every=100  # in any run
+    lockstep run … --set check_closeness=100   # in any run
 
 Replicas that start equal and add the same gradients stay equal to the bit, whatever the strategy. A difference shows a gradient
 that was not summed, a seed that differs, or bad memory – long before the loss shows it.
