@@ -27,7 +27,7 @@ from .data.alike import check_alike
 from .data.batches import Batches, Part, of_dataset
 from .observe.account import TimeCategory
 from .parallel.exchange import all_gather_trees
-from .run import evaluation
+from .run import evaluation, variables
 from .run.loop import Loop
 from .run.replica import Replica
 from .run.reporting import Reporting
@@ -69,6 +69,9 @@ class Session(Reporting):
         ...         run.log(accuracy=run.evaluate(right, dataset))  # each rank looks at a part; the mean over all samples
     """
 
+    _has_opened = False
+    """Whether the process has had a session: its loop may have left a rank's own batches in the script's variables."""
+
     def __init__(
         self, run_dir: str | Path, *overrides: str, config: Mapping[str, Any] | None = None, fresh: bool = False,
         handle_signals: bool = True, **settings: Any,
@@ -89,6 +92,8 @@ class Session(Reporting):
 
     def __enter__(self) -> Session:
         self.world = self._run.open()
+        self._run.tables = {} if Session._has_opened else variables.tables()
+        Session._has_opened = True
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:  # fmt: skip

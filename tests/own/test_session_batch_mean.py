@@ -78,7 +78,13 @@ def main(kind):
         def mixed(x, y):
             order = torch.randperm(len(x))
             return each(0.7 * x + 0.3 * x[order], y).mean()
+        def penalized(x, y):
+            loss = each(x.requires_grad_(), y)
+            (slope,) = torch.autograd.grad(loss.sum(), x, create_graph=True)
+            return (loss + slope.square().sum(1)).mean()
         functions = {
+            "steep": lambda x, y: each(x, y).mean() * torch.autograd.grad(each(x, y).mean(), net[4].weight)[0].norm(),
+            "penalized": penalized,
             "top": lambda x, y: each(x, y).topk(len(x) // 3).values.mean(),
             "constant": lambda x, y: each(x, y).sum() / 24,
             "root": lambda x, y: each(x, y).mean().sqrt(),
@@ -103,10 +109,10 @@ for kind in KINDS:
     main(kind)
 """
 NO_MEAN, STATE = "the loss of a batch is not the mean over its samples", "the function of a step carries a state"
-NAMED = dict.fromkeys(("top", "constant", "root", "across", "tokens"), NO_MEAN) | dict.fromkeys(
+NAMED = dict.fromkeys(("top", "constant", "root", "across", "tokens", "steep"), NO_MEAN) | dict.fromkeys(
     ("hidden", "floats", "written"), STATE
 )
-RIGHT = ("plain", "metrics", "counted", "halved", "mixed", "compiled", "places", "popped", "drawn")
+RIGHT = ("plain", "penalized", "metrics", "counted", "halved", "mixed", "compiled", "places", "popped", "drawn")
 """The last one cannot be looked at, since the look would use up batches of another loader."""
 
 
@@ -157,7 +163,7 @@ def losses(o, y, weight):
     yield "twice", twice / 16
     yield "deep", sum(each.sum() / 32000 for _ in range(2000))
 kinds = "reduction", "by hand", "two terms", "mean", "divided", "scaled", "penalty", "features", "own", "later", "total"
-kinds += "shares", "stack", "twice", "deep"
+kinds += "shares", "stack", "twice", "deep", "parts", "whole"
 for kind in kinds:
     with Session(f"{sys.argv[1]}/{kind}", sync="flat") as run:
         torch.manual_seed(1)
@@ -171,7 +177,12 @@ for kind in kinds:
             each = F.cross_entropy(model(x), y, reduction="none")
             return each.topk(2).values.mean() if epoch else each.mean()
         for epoch in run.epochs(2):
-            for x, y in run.batches(data, 16):
+            loader = torch.utils.data.DataLoader(data, 4, sampler=torch.utils.data.DistributedSampler(data, 2, run.rank))
+            for batches in run.iterate(loader, accumulate=4) if kind in ("parts", "whole") else ():
+                for x, y in run.accumulate(batches):
+                    run.backward(F.cross_entropy(model(x), y) / (4 if kind == "parts" else 1), samples=len(y))
+                run.update()
+            for x, y in run.batches(data, 16) if kind not in ("parts", "whole") else ():
                 if kind == "later":
                     run.step(later, x, y)
                 elif kind in ("own", "total"):
@@ -182,9 +193,9 @@ for kind in kinds:
 
 
 def test_a_loss_that_ranks_would_divide_otherwise_is_named(tmp_path: Path) -> None:
-    """Two ranks would step by half of a sum's gradient, by twice of what is divided by a rank's own samples, and by other samples where the
-    loss takes the largest ones from its second epoch on. A sum that is divided, a penalty of weights and a sum over features are right,
-    and so is a graph of thousands of operations."""
+    """Two ranks would step by half of a sum's gradient, by twice of what is divided by a rank's own samples, by a quarter of what
+    `accumulate` weighs already, and by other samples where the loss takes the largest ones from its second epoch on. A sum that is divided,
+    a penalty of weights and a sum over features are right, and so is a graph of thousands of operations."""
     done = script(2, LOSSES, tmp_path)
     assert done.code == 0, done.output
     _, *pieces = done.output.split("KIND ")
@@ -193,7 +204,8 @@ def test_a_loss_that_ranks_would_divide_otherwise_is_named(tmp_path: Path) -> No
     others = {
         "own": "the divisor is 8, as many as this rank's samples, and the batch has 16",
         "later": "is not the mean over its samples",
+        "parts": "the loss is divided by 4, as many as the batches of a step",
     }
-    assert len(named) == 15 and {kind for kind, lines in named.items() if lines} == {*sums, *others}, done.output
+    assert len(named) == 17 and {kind for kind, lines in named.items() if lines} == {*sums, *others}, done.output
     for kind, words in {**sums, **others}.items():
         assert len(named[kind]) == 1 and words in named[kind][0], named[kind]

@@ -1,4 +1,4 @@
-"""Variables of a script that a start which resumes does not get back: the start names each of them."""
+"""Variables of a script that a start which resumes does not get back, or that each rank has for itself: each of them is named."""
 
 from __future__ import annotations
 
@@ -102,3 +102,80 @@ def test_a_start_that_resumes_names_the_variables_that_do_not(tmp_path: Path, pl
         names = {name for line in listed for name in line.split(", ")}
         names.update(re.findall(r"warning: rank 0: (\w+)\(\) goes over run", output))
         assert names == NAMED[kind] and "rank 1: " not in output, (kind, output)
+
+
+DRAWN = """
+import os, sys, numpy as np, torch, torch.nn.functional as F
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, random_split
+from lockstep import Session
+class Rough(torch.optim.SGD):  # as one without a learning rate
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.1)
+        del self.param_groups[0]["lr"]
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            parameter -= 0.1 * parameter.grad
+class Own(torch.utils.data.Dataset):
+    draws = None
+    def __len__(self):
+        return 64
+    def __getitem__(self, index):
+        if kind == "loader" and self.draws is None:
+            self.draws = np.random.default_rng()
+        return torch.full((4,), float(index)) / 64 + (0 if self.draws is None else self.draws.normal()), index % 3
+kind, steps = sys.argv[2], int(sys.argv[3])
+if kind == "drawn":
+    torch.seed(), np.random.seed()  # as in a process that was not forked
+else:
+    torch.manual_seed(1), np.random.seed(1)
+table, teacher, mask = torch.randn(4, 4), torch.nn.Linear(4, 3).requires_grad_(False), np.random.rand(4)
+chosen, _ = random_split(range(64), [48, 16])
+torch.seed()
+net = torch.nn.Linear(4, 3)
+center, total = torch.zeros(4), 0.0
+with Session(sys.argv[1], sync="flat") as run:
+    model = run.replicate(net)
+    run.optimizer(Rough)
+    def loss(x, y):
+        global total
+        total += 1.0 + run.rank
+        return F.cross_entropy(model((x - center) @ table), y)
+    for epoch in run.epochs(steps=steps):
+        data = Own()
+        loader = DataLoader(data, 8, num_workers=1, sampler=DistributedSampler(data, run.size, run.rank, shuffle=False))
+        for x, y in run.iterate(loader) if kind == "loader" else run.batches(data, 16):
+            if kind == "center":
+                center = 0.9 * center + 0.1 * x.mean(0)
+            run.step(loss, x, y, samples=len(y))
+            torch.rand(1)
+"""
+OF_RANKS = ["the variable table and 3 more is another one on rank 1 than on rank 0"]
+OF_STARTS = ["the variable table and 3 more is another one than at the start before"]
+MOVED = ["the variable center has another value on rank 1 than on rank 0, and the function of run.step() reads it"]
+READ = ["a sample of the dataset differs between two reads"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "first", "second"),
+    [
+        ("drawn", 2, OF_RANKS, OF_RANKS),
+        ("drawn", 1, [], OF_STARTS),
+        ("center", 2, MOVED, ["no checkpoint has them: center, total", *MOVED]),
+        ("loader", 2, READ, [*READ, "the loader gives other ones now"]),
+        ("seeded", 2, [], []),
+    ],
+)
+def test_what_each_rank_or_start_has_for_itself_is_named(
+    tmp_path: Path, kind: str, ranks: int, first: list[str], second: list[str]
+) -> None:
+    """Two ranks draw another table, teacher, mask and split before their session, or another start does. Each rank moves its own mean,
+    which the function of a step reads. A loader draws other batches than those that are skipped. What is seeded, the weights, a sum for
+    the eye, and torch's generator are not named. The optimizer has no learning rate."""
+    for steps, expected in ((3, first), (6, second)):
+        done = script(ranks, DRAWN, tmp_path / "run", kind, str(steps))
+        lines = [line for line in done.output.splitlines() if "warning: " in line]
+        warnings = [line for line in lines if "no checkpoint has them: total." not in line]
+        assert done.code == 0 and len(warnings) == len(expected), done.output
+        for words, line in zip(expected, warnings):
+            assert words in line, done.output

@@ -9,6 +9,7 @@ are warned. What a dataset draws from its private generators is not compared.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import time
 import weakref
@@ -31,6 +32,8 @@ Values = list[Any]
 """[whether it has whole numbers alone, shape, digest] of each leaf of a sample; None: the leaf is drawn anew each time."""
 SAMPLES = 16
 """Most samples to compare: fewer if they load slowly."""
+WRAPPERS = 8
+"""Most datasets, each in an attribute `dataset` of another, whose generators are known."""
 LEAVES = 32
 """Most tensors of a sample to compare."""
 _NUMBER = (int, float, np.number)
@@ -60,10 +63,11 @@ def check_alike(dataset: Any, world: World, seed: int, workers: int, who: str, i
         return
     uses = _uses(dataset)
     looks = uses == 0 or not (workers or uses & (uses - 1))  # a copy in a worker changes, and not this one
-    every = all_gather_trees([len(dataset), uses, _values(dataset, seed, workers, uses) if looks else []], world)
+    values = _values(dataset, seed, workers, uses) if looks else []
+    every = all_gather_trees([len(dataset), uses, values], world)
     lengths = [length for length, *_ in every]
     # The ranks need not agree about the use: a rank without values is not compared.
-    certain, what = _difference([values if its == every[0][1] else [] for _, its, values in every])
+    certain, what = _difference([theirs if its == every[0][1] else [] for _, its, theirs in every])
     if len(set(lengths)) > 1:
         certain, what, uses = True, f"it has {lengths} samples, by rank", 0
     sentence = (
@@ -81,7 +85,28 @@ def check_alike(dataset: Any, world: World, seed: int, workers: int, who: str, i
     else:
         sentence += ", unless the ranks only decode images in different ways"
     if what and world.leader:
-        to_stderr(f"warning: rank 0: {sentence}")
+        _warn(sentence)
+    if not uses and world.leader and any(None in row for row in values) and not _own_generators(dataset):
+        _warn(
+            f"{who}: a sample of the dataset differs between two reads with the same random numbers of torch, numpy and Python. It draws "
+            "from a generator of its own, or depends on what was read before, so another number of ranks, or a resume, gives other samples"
+        )
+
+
+@functools.cache
+def _warn(sentence: str) -> None:
+    """Prints a warning once in a process."""
+    to_stderr(f"warning: rank 0: {sentence}")
+
+
+def _own_generators(dataset: Any) -> list[Any]:
+    """Returns the random generators in the attributes of a dataset, and of those that it wraps as `dataset`."""
+    found: list[Any] = []
+    for _ in range(WRAPPERS):
+        attributes = getattr(dataset, "__dict__", {})
+        found += filter(generators.is_generator, attributes.values())
+        dataset = attributes.get("dataset")
+    return found
 
 
 def _uses(dataset: Any) -> int:
@@ -136,7 +161,7 @@ def _values(dataset: Any, seed: int, workers: int, use: int) -> list[Values]:
     count = min(SAMPLES, len(dataset))
     ids = [(number * len(dataset) // count + use) % len(dataset) for number in range(count)]
     compared = _Compared(Seeded(dataset, seed, use))
-    own = [thing for thing in getattr(dataset, "__dict__", {}).values() if generators.is_generator(thing)]
+    own = _own_generators(dataset)
     states = [generators.state_of(generator) for generator in own]
     try:
         return next(loader(compared, [ids], min(workers, 1), list, pins=False)) if ids else []

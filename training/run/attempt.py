@@ -291,7 +291,7 @@ class Attempt:
         """Reports a step that the run has counted. Does not wait for the device. Raises `Ended` if replicas differ.
 
         Args:
-            lr: the learning rate of the first optimizer.
+            lr: the learning rate of the first optimizer; 0: it has none.
             samples: samples of this rank's part.
             grad_norm: the gradient's norm, a scalar on the device; None: not computed.
         """

@@ -2,9 +2,9 @@
 the next. If a check fails, several ranks or a resume may give other weights than one process. It comes at the third step of a function,
 and in the first step of the epochs 2, 3, 5, 9 …, since a loss may have other terms by then.
 
-The check calls the function without gradients, in evaluation mode: twice with the same samples and random numbers, once with other
-random numbers, and with each half of the samples. It undoes the changes of the calls. If that is not possible, or the function
-raises, there is no warning.
+The check calls the function in evaluation mode: twice with the same samples and random numbers, once with other random numbers, and with
+each half of the samples. The calls make no graph, unless the function raises without one: it may take a gradient. The check undoes the
+changes of the calls. If that is not possible, or the function raises, there is no warning.
 """
 
 from __future__ import annotations
@@ -71,14 +71,19 @@ class BatchMean:
         is_due = self._steps[function] == CALL or is_new_epoch
         if not is_due or (inputs.part is not None and not inputs.part.samples):
             return
-        sentence = ""
-        with contextlib.suppress(Exception):  # an error of the function's own comes again
-            sentence = self._compared(inputs, call)
+        sentence: str | None = None
+        for with_graph in (False, True):
+            with contextlib.suppress(Exception):  # an error of the function's own comes again
+                sentence = self._compared(inputs, call, with_graph) if sentence is None else sentence
         if sentence:
             self._run.warn(sentence, sentence.partition(":")[0])
 
-    def look_at_loss(self, loss: torch.Tensor, inputs: StepInput) -> None:
-        """Warns once of a loss, computed outside a function, that is a sum over its samples."""
+    def look_at_loss(self, loss: torch.Tensor, inputs: StepInput, parts: int) -> None:
+        """Warns once of a loss, computed outside a function, that is a sum over its samples, or is divided by the number of parts.
+
+        Args:
+            parts: into which `accumulate` cuts the batch; 0: it does not.
+        """
         if self._has_loss or isinstance(self._run.config, Config):
             return
         self._has_loss = True
@@ -87,6 +92,12 @@ class BatchMean:
             self._run.warn(
                 "the loss is a sum over the samples of this rank, so N ranks minimise another loss than one: take the mean, or give the "
                 "divisor of all ranks, run.step(loss, divisor=…)"
+            )
+
+        if inputs.divisor is None and parts > 1 and _is_divided(loss.grad_fn, parts):
+            self._run.warn(
+                f"the loss is divided by {parts}, as many as the batches of a step, and run.accumulate() weighs each by its samples "
+                "already: leave the division out, or the gradient is too small"
             )
 
     def _warn_of_own_divisor(self, inputs: StepInput) -> None:
@@ -101,13 +112,15 @@ class BatchMean:
                 "divisor",
             )
 
-    def _compared(self, inputs: StepInput, call: Call) -> str:
+    def _compared(self, inputs: StepInput, call: Call, with_graph: bool) -> str:
         assert inputs.compute is not None
         low, high = inputs.part.parts[0] if inputs.part is not None and inputs.part.parts else (0, inputs.samples)
         low, high = inputs.micro_batches(low, high)[0]
         run, multiple, kept = self._run, inputs.part.multiple if inputs.part is not None else 1, self._run.user_state
         seeds = [order.key(run.config.seed, run.user_state.steps, number, order.Salt.PROOF) for number in range(2)]
         undo, drawing = Undo(inputs.compute, inputs.batch), RngScope(run.world.device, every=True)
+        if with_graph and "backward" in undo.names:
+            raise Unsafe("a backward pass")
         dtypes: set[torch.dtype] = set()
 
         def loss(first: int, end: int, seed: int) -> float:
@@ -120,6 +133,7 @@ class BatchMean:
         with contextlib.ExitStack() as stack:
             stack.enter_context(drawing)
             stack.enter_context(undo.calls())
+            stack.enter_context(torch.set_grad_enabled(with_graph))
             stack.enter_context(evaluating(nn.ModuleList([self._replica.model, *undo.modules])))
             whole, again = loss(low, high, seeds[0]), loss(low, high, seeds[0])
             if undo.drew:
@@ -151,6 +165,16 @@ class BatchMean:
             f"the loss of a batch is not the {kind} over its samples: {high - low} samples give {whole:.6g}, and their two halves "
             f"{mean:.6g}. So N ranks minimise another loss than one. {_advice(inputs, whole, halves, near)}"
         )
+
+
+def _is_divided(node: Any, parts: int) -> bool:
+    """Returns whether a graph ends in a division by this number, or a product with its reciprocal, but is no mean of so many terms."""
+    name, factor = type(node).__name__.rstrip("0123456789"), getattr(node, "_saved_other", None)
+    if name not in ("DivBackward", "MulBackward") or not isinstance(factor, torch.Tensor) or factor.numel() != 1:
+        return False
+    is_sum = type(node.next_functions[0][0]).__name__.startswith(("Add", "Sum", "Stack"))
+    number = float(factor) if name == "DivBackward" else 1.0 / (float(factor) or math.inf)
+    return math.isclose(number, parts, rel_tol=1e-6) and not is_sum
 
 
 def _kind(node: Any, samples: int, seen: dict[Any, str] | None = None) -> str:

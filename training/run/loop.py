@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NoReturn, TypeVar
 
@@ -223,7 +224,8 @@ class Loop:
         passed, given = 0 if self.run.user_state.has(loader) else self.run.state.cursor.step, begun(loader)
         if accumulate is not None:
             given = _lists(given, accumulate)
-        next(itertools.islice(given, passed, passed), None)  # takes `passed` of them
+        skipped = deque(itertools.islice(given, passed), maxlen=1)
+        self.attempt.unsaved.compare_batch(*skipped)
         length = None if length is None else -(-length // (accumulate or 1))
         return self._between_boundaries(((item, None) for item in given), length=length)
 
@@ -287,6 +289,7 @@ class Loop:
                         self.attempt.unsaved.note_variables()
                     run.goodput.enter(TimeCategory.EVALUATION)
                     return
+                self.attempt.unsaved.batch = item if part is None else None
                 if part is None and step.same_samples is None:
                     step.same_samples = _same_samples(item, run.world)
                     self.attempt.known.add("batch")

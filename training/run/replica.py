@@ -10,7 +10,6 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -26,9 +25,8 @@ from ..parallel.world import World
 from ..resilience.closeness import BATCH_STATISTICS, ReplicasDiffer, check_same, differing_ranks, sums_of_bits
 from ..sync.base import BuildOptimizer, GradientSync, hooks_of, hooks_of_script, trains_another
 from .proof import attributes_of
+from .variables import is_table
 
-SHORT = 16
-"""A list of at most so many whole numbers is no table: ranks may have different ones, such as their experts or groups."""
 _DERIVED = ("_orig", "_g", "_v")
 """Endings of a parametrization's parameters, from which each pass computes the attribute."""
 
@@ -430,14 +428,5 @@ def tables_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, value in attributes_of(model):
         if any(f"{name}{ending}" in parameters for ending in _DERIVED):
             continue
-        is_tensor = isinstance(value, torch.Tensor) and not value.requires_grad and storage(value) not in own
-        is_array = isinstance(value, np.ndarray) and not value.dtype.hasobject
-        if (is_tensor and value.numel() > 1) or (is_array and value.size > 1) or _is_long(value):
+        if is_table(value) and not (isinstance(value, torch.Tensor) and (value.requires_grad or storage(value) in own)):
             yield name, value
-
-
-def _is_long(value: Any) -> bool:
-    """Returns whether the value is a list of more than `SHORT` whole numbers."""
-    if not isinstance(value, (list, tuple)) or len(value) <= SHORT:
-        return False
-    return all(type(item) is int or isinstance(item, np.integer) for item in value)

@@ -109,6 +109,8 @@ class Run:
         self.form: dict[str, Any] = {}
         """The values that the first start has chosen for settings that are `auto` (`config.FORM`)."""
         self._warned: set[str] = set()
+        self.tables: dict[str, str] = {}
+        """The tables of the script as its session opened (`variables.tables`)."""
         self.signals: Signals | None = None
         """The signals that the process receives; None: the script handles signals itself."""
         self.directory: RunDirectory | None = None

@@ -91,8 +91,9 @@ class Step:
         self.sums = StepSums(run, attempt)
         self._losses: list[torch.Tensor] = []
         """The losses of this rank's backward passes in the step, detached. `_backpropagate` adds them, `_forget` clears them."""
-        self._samples, self._accumulating = 0, False
-        """This rank's samples of the step so far (`_backpropagate` adds, `_forget` clears); whether `accumulate` cuts the batch."""
+        self._samples, self._accumulating = 0, 0
+        """This rank's samples of the step so far (`_backpropagate` adds, `_forget` clears); how many parts `accumulate` cuts the batch
+        into, 0: it does not."""
         self._inputs = StepInput()
         """The input of the step that `backward` has begun, for `update`."""
         if not replica.sync.is_replicated:  # no rank gets through its forward pass without the others
@@ -181,6 +182,7 @@ class Step:
         inputs = inputs.in_micro_batches(self.run.config.micro_batch_size, self.replica.sync)
         self._check_use(inputs.part, inputs.samples)
         inputs = self._moving(inputs)
+        self.attempt.unsaved.function = compute
         if self.logical_workers is not None:
             check_machine(self.run, self.attempt.known)
         if not self._given:  # else it has begun with the batch: what the script does before the step is a part of it
@@ -430,7 +432,7 @@ class Step:
     def accumulate(self, parts: Iterable[T]) -> Iterator[T]:
         every = list(parts)
         for count, micro in enumerate(every, 1):
-            self._accumulating, self._micro_batches = True, count < len(every)
+            self._accumulating, self._micro_batches = len(every), count < len(every)
             try:
                 with self.replica.sync.accumulate() if self._micro_batches else contextlib.nullcontext():
                     yield micro
@@ -460,7 +462,7 @@ class Step:
             )
         inputs = inputs.of_part(self.part, whole=not self._accumulating)
         samples = 0 if inputs.part is not None and inputs.part.samples == 0 else inputs.samples
-        self._batch_mean.look_at_loss(loss, inputs)
+        self._batch_mean.look_at_loss(loss, inputs, self._accumulating)
         if not self.pending:  # an error may have ended the step before
             self._forget()
             self._total = None
@@ -528,10 +530,10 @@ class Step:
         samples, run.user_state.samples = self._samples, run.user_state.samples + (total or 0)
         if self.replica.ema is not None:
             self.replica.ema.update(run.user_state.steps)
-        self.pending, self._accumulating, self._samples, self._losses = False, False, 0, []
+        self.pending, self._accumulating, self._samples, self._losses = False, 0, 0, []
         self._total = None
         self._count()
-        lr = float(next(iter(self.replica.optimizers.values())).param_groups[0]["lr"])
+        lr = float(next(iter(self.replica.optimizers.values())).param_groups[0].get("lr", 0.0))
         self.attempt.step_done(lr, samples, norm)
 
     def _divide(self, inputs: StepInput) -> None:

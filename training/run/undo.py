@@ -119,7 +119,8 @@ class Undo:
         self.watching = Watching()
         self._put_back: list[Callable[[], object]] = []
         self._generators: list[tuple[Any, Any]] = []
-        self._names: set[str] = set()
+        self.names: set[str] = set()
+        """Global names and attributes in the code of the script's functions."""
         self._bytes = 0
         self._seen: dict[int, Any] = {}
         hooks = nn.modules.module
@@ -134,7 +135,7 @@ class Undo:
             if len(self._seen) > _MOST:
                 raise Unsafe("too many objects")
             self._look(value)
-        if self._names & _WRITES or (has_session and self._names & _OF_SESSION):
+        if self.names & _WRITES or (has_session and self.names & _OF_SESSION):
             raise Unsafe("a file, or the session's log")
 
     def reaches(self, things: Iterable[Any]) -> bool:
@@ -252,9 +253,9 @@ class Undo:
             self._waiting += [one for one in inner if isinstance(one, (types.FunctionType, nn.Module))]
             return
         self._waiting += [*cells, function.__defaults__, function.__kwdefaults__, function.__dict__]
-        codes = [*_codes(function.__code__)]
+        codes = [*codes_of(function.__code__)]
         names = {name for code in codes for name in code.co_names}
-        self._names |= names
+        self.names |= names
         used = [function.__globals__[name] for name in names & function.__globals__.keys()]
         imports = [one for code in codes for one in dis.get_instructions(code) if one.opname == "IMPORT_NAME"]
         used += [sys.modules[one.argval] for one in imports if one.argval in sys.modules]
@@ -272,11 +273,12 @@ def _added(before: int, more: int) -> int:
     return before + more
 
 
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+def codes_of(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yields a function's code, and the code of the functions in it."""
     yield code
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
-            yield from _codes(inner)
+            yield from codes_of(inner)
 
 
 def root_of(value: Any) -> str:

@@ -4,6 +4,8 @@ differs between ranks.
 
 from __future__ import annotations
 
+import contextlib
+import re
 import sys
 import zlib
 from collections.abc import Collection, Iterator, Sequence
@@ -18,6 +20,7 @@ from .. import generators
 from ..checkpoint.state import Stateful, TrainState, parameter_names
 from ..checkpoint.store import Rule
 from ..contract import named, say
+from ..data.alike import digests
 from ..parallel.exchange import all_gather_trees, is_same_on_all_ranks
 from ..parallel.names import plain, plain_name
 from ..parallel.packing import storage, storages
@@ -25,10 +28,15 @@ from ..resilience.closeness import differing_ranks, fingerprint, first_of, sums_
 from .proof import attributes_of, text_of
 from .replica import tables_of
 from .run import Run
-from .variables import Reached, Variables, counting, reached
+from .variables import Reached, Variables, counting, reached, read_by, tables
 
 SCORES = ("accuracy", "loss")
 """Endings of a score's name. Other logged numbers may differ between ranks: a time, a rate, a memory size."""
+_MENDS = {
+    "the model's attribute": "make it a buffer (register_buffer), or draw it by a fixed seed",
+    "the variable": "draw it inside `with Session(…)`, which seeds all ranks and starts alike, or seed before it",
+}
+"""Kind of a table → what to do about it."""
 NAMES = 12
 """Names in one warning, at most."""
 
@@ -48,6 +56,12 @@ class Unsaved:
         """The settings in the models' attributes at the first save. Only a first pass may set some, such as the longest sequence."""
         self.logged: dict[str, float] = {}
         """Numbers that this rank has logged since the last save."""
+        self.function: Any = None
+        """The function of the last step; None: no step was given as a function."""
+        self.batch: Any = None
+        """The last batch of a loader of the script; None: the loop has another one."""
+        self._moved: dict[str, str] = {}
+        """Digests of the variables that this rank has changed, from `note_variables` to the next look."""
 
     def look(self) -> None:
         """Runs the checks of a save, and warns. Collective."""
@@ -65,8 +79,28 @@ class Unsaved:
             self._run.warn(sentence, about)
 
     def note_variables(self) -> None:
-        """Notes the script's variables for a checkpoint, or for an admitted rank."""
-        self._run.user_state.variables = self._variables.digests()
+        """Notes the script's variables and its last batch for a checkpoint, or for an admitted rank."""
+        changed = [*self._variables.changed()]
+        self._moved = {name: text for name, text, is_compared in changed if is_compared}
+        batch = {} if self.batch is None else {self._batch_name: _print_of_batch(self.batch)}
+        self._run.user_state.variables = {**{name: text for name, text, _ in changed}, **batch}
+
+    @property
+    def _batch_name(self) -> str:
+        return f"the last batch on {self._run.world.size} ranks"
+
+    def compare_batch(self, skipped: Any = None) -> None:
+        """Warns if a loader does not repeat the batches that the run skips as it resumes.
+
+        Args:
+            skipped: the last of them; None: there is none.
+        """
+        before = self._run.user_state.variables.get(self._batch_name)
+        if skipped is not None and before not in (None, _print_of_batch(skipped)):
+            self._warn_here(
+                "run.iterate(loader) skips the batches that were used before, and the loader gives other ones now: let it draw from "
+                "torch's generators, or from a kept one, in this process, or keep the loader itself (run.keep_of_rank)"
+            )
 
     def resumes(self, over: str, compares: bool) -> None:
         """Warns, if the run resumes, of what the script does not get back.
@@ -105,7 +139,11 @@ class Unsaved:
         values = {f"run.values[{name!r}]": _print_of(value) for name, value in kept.values.items()}
         scores = (*SCORES, Rule.of(self._run.config.checkpoint.keep_best).name)
         logged = {name: value for name, value in self.logged.items() if name.endswith(scores)}
-        return {**objects, **values, **{f"run.log({name}=…)": f"{value:.4g}" for name, value in logged.items()}}
+        names, (moved, self._moved) = read_by(self.function), (self._moved, {})
+        read = {name: text for name, text in moved.items() if re.split(r"[.[]", name, maxsplit=1)[0] in names}
+        variables = {f"the variable {name}": text for name, text in read.items()}
+        numbers = {f"run.log({name}=…)": f"{value:.4g}" for name, value in logged.items()}
+        return {**objects, **values, **variables, **numbers}
 
     def _changed_settings(self) -> Iterator[str]:
         """Yields a warning for numbers, switches and texts in attributes of models and optimizers that have changed, each once."""
@@ -130,28 +168,32 @@ class Unsaved:
         Args:
             made: the values in the modules at replication. A later pass may leave other values, such as the last attention.
         """
-        model, kept, ids = self._run.state.model, self._run.user_state, {id(value) for value in made}
-        tables = {plain_name(model, name): text_of(value) or "" for name, value in tables_of(model) if id(value) in ids}
-        apart = differing_ranks(all_gather_trees(tables, self._run.world))
-        before, kept.tables = kept.tables, tables
-        mend = "make it a buffer (register_buffer), or draw it by a fixed seed"
-        if apart:
-            self._run.warn(
-                f"the attribute {first_of([*apart])} of the model is another one on rank {named(next(iter(apart.values())))} than on rank "
-                f"0, and run.replicate() sends parameters and buffers alone: unless it is to be a rank's own, {mend}"
-            )
-        changed = [name for name, digest in tables.items() if before.get(name, digest) != digest and name not in apart]
-        if changed:
-            self._run.warn(
-                f"the attribute {first_of(changed)} of the model is another one than at the start before, and no checkpoint has it: {mend}"
-            )
+        run, model, ids = self._run, self._run.state.model, {id(value) for value in made}
+        of_model = ((plain_name(model, name), value) for name, value in tables_of(model) if id(value) in ids)
+        mine = {f"the model's attribute {name}": text_of(value) or "" for name, value in of_model}
+        of_script = tables(run.state).items()
+        mine |= {f"the variable {name}": text for name, text in of_script if run.tables.get(name) == text}
+        same = is_same_on_all_ranks(mine, run.world)
+        apart = {} if same else differing_ranks(all_gather_trees(mine, run.world))
+        before, run.user_state.tables = run.user_state.tables, mine
+        changed = [name for name, digest in mine.items() if before.get(name, digest) != digest and name not in apart]
+        for kind, mend in _MENDS.items():
+            if of_ranks := [name for name in apart if name.startswith(kind)]:
+                run.warn(
+                    f"{first_of(of_ranks)} is another one on rank {named(apart[of_ranks[0]])} than on rank 0, and run.replicate() sends "
+                    f"parameters and buffers alone: unless it is to be a rank's own, {mend}"
+                )
+            if of_starts := [name for name in changed if name.startswith(kind)]:
+                run.warn(
+                    f"{first_of(of_starts)} is another one than at the start before, and no checkpoint has it: {mend}"
+                )
 
 
 def unequal(of_ranks: Sequence[dict[str, str]]) -> dict[str, str]:
     """Returns call → warning, for each call whose value on a rank differs from rank 0's. A rank may lack the call.
 
     Args:
-        of_ranks: for each rank: call → digest of its value, or the logged number.
+        of_ranks: for each rank: call, or variable → digest of its value, or the logged number.
     """
     sentences = {}
     for call, others in differing_ranks([{**of_ranks[0], **values} for values in of_ranks]).items():
@@ -160,12 +202,23 @@ def unequal(of_ranks: Sequence[dict[str, str]]) -> dict[str, str]:
                 f"{call} gets {of_ranks[0][call]} on rank 0 and {of_ranks[others[0]][call]} on rank {others[0]}, and rank 0's alone is "
                 "written: if each has measured samples of its own, add them up by run.sum()"
             )
+        elif call.startswith("the variable"):
+            sentences[call] = (
+                f"{call} has another value on rank {named(others)} than on rank 0, and the function of run.step() reads it: N ranks "
+                "train another model than one. Compute it from the same samples on all ranks, or add up with run.sum() what each has"
+            )
         else:
             sentences[call] = (
                 f"{call} is not the same on rank {named(others)} as on rank 0, whose alone is saved: compute it from the same samples on "
                 "all ranks, or keep each rank's own by run.keep_of_rank()"
             )
     return sentences
+
+
+def _print_of_batch(batch: Any) -> str:
+    with contextlib.suppress(Exception):  # of the batch's own code
+        return str(zlib.crc32(repr(digests(batch)).encode()))
+    return ""
 
 
 @torch.no_grad()

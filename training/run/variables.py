@@ -2,14 +2,17 @@
 
 A checkpoint holds a digest of each variable that has changed since the start: of a counter, a list, an average, a copy of the weights. The
 start that resumes names those that have another value there. A variable that the loop itself makes, such as a batch, does not exist yet
-where a start resumes, so it is not named.
+where a start resumes, so it is not named. What a script draws before its session without a seed is another thing in each process: the
+ranks, and the starts, compare it (`tables`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import dis
 import functools
 import gc
+import inspect
 import io
 import itertools
 import mmap
@@ -32,10 +35,14 @@ from ..checkpoint.state import TrainState
 from ..parallel.packing import storage, storages
 from ..resilience.closeness import sums_of_bits
 from .proof import has_bytes
-from .undo import is_of_script, root_of
+from .undo import codes_of, is_of_script, root_of
 
 MOST, DEPTH, ITEMS = 5000, 3, 100
 """Limits: objects to inspect, levels below a variable, items at each end of a list or dictionary."""
+TABLE = 4096
+"""Numbers of a tensor to compare in a table, approximately: the first ones of each dimension."""
+SHORT = 16
+"""A list of at most so many whole numbers is no table: ranks may have different ones, such as their experts or groups."""
 _SAMPLE = 1 << 16
 """Numbers of a tensor or an array that a digest reads, evenly spaced."""
 _PLAIN = (type(None), bool, int, str, bytes)
@@ -71,12 +78,13 @@ class Variables:
         self._state = state
         self._start = {name: mark for name, _, mark in self._marks(_held(state))}
 
-    def digests(self) -> dict[str, str]:
-        """Returns name → digest of each iterator, and of each variable that has changed since the start of the attempt."""
+    def changed(self) -> Iterator[tuple[str, str, bool]]:
+        """Yields (name, digest, whether to compare it between ranks) of each iterator, and of each variable that has changed since the
+        start of the attempt. Not compared are lists, which may collect numbers to print, and what the loop has made, such as a batch."""
         held = _held(self._state)
-        marks, start = self._marks(held), self._start
-        changed = [(name, value) for name, value, mark in marks if mark == _ITERATOR or mark != start.get(name)]
-        return {name: text for name, value in changed if (text := _digest(value, held)) is not None}
+        for name, value, mark in self._marks(held):
+            if (mark == _ITERATOR or mark != self._start.get(name)) and (text := _digest(value, held)) is not None:
+                yield name, text, name in self._start and not isinstance(value, list)
 
     def differing(self, before: dict[str, str]) -> list[str]:
         """Returns the names of variables that have another value than in these digests of a checkpoint."""
@@ -115,22 +123,61 @@ class Variables:
         return [(name, value, mark) for name, (value, mark) in marks.items()]
 
 
-def reached(state: TrainState) -> list[Reached]:
+def tables(state: TrainState | None = None) -> dict[str, str]:
+    """Returns name → digest of each tensor, array, module and long list of whole numbers that the script's variables lead to, without those
+    that a checkpoint holds. State None: there is no model yet."""
+    held, digests = set[int | None]() if state is None else _held(state), dict[str, str]()
+    for name, value, _ in reached(state):
+        with contextlib.suppress(Exception):  # an object of the script may raise anything
+            if (is_table(value) or isinstance(value, nn.Module)) and (
+                plain := _print(value, held, _beginning)
+            ) is not None:
+                digests.setdefault(name, str(zlib.crc32(repr(plain).encode())))
+    return digests
+
+
+def is_table(value: Any) -> bool:
+    """Returns whether the value is a tensor or array of several numbers, or a list of more than `SHORT` whole numbers."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() > 1
+    if isinstance(value, np.ndarray):
+        return value.size > 1 and not value.dtype.hasobject
+    if not isinstance(value, (list, tuple)) or len(value) <= SHORT:
+        return False
+    return all(type(item) is int or isinstance(item, np.integer) for item in value[:ITEMS])
+
+
+def reached(state: TrainState | None) -> list[Reached]:
     """Returns the values of the running functions' variables, with the attributes and items below them. Leaves out the content of kept
-    objects: a state may consist of copies. Returns nothing if an object of the script raises, since all this only serves warnings."""
-    user_state = state.user_state
-    kept = [*state.optimizers.items(), *user_state.objects.items(), *user_state.rank_objects.items()]
-    inside = [
-        (name, vars(thing) if isinstance(thing, torch.optim.Optimizer) else thing)
-        for name, thing in kept
-        if not isinstance(thing, torch.optim.lr_scheduler.LRScheduler)  # it has an optimizer that need not be kept
-    ]
-    known = [*user_state.generators.values()]
+    objects, since a state may consist of copies, and the generators of the process. Returns nothing if an object of the script raises,
+    since all this only serves warnings."""
     named = ((name, value) for names in _frames() for name, value in names.items() if name[:2] != "__")
     with contextlib.suppress(Exception):  # a property, or a subclass of a tensor or a dictionary, may raise anything
-        known += [value for _, value, _ in _below(inside, [])]
-        return list(_below(named, known))
+        return list(_below(named, [] if state is None else _known(state)))
     return []
+
+
+def _known(state: TrainState) -> list[Any]:
+    """Returns the values that a checkpoint restores."""
+    kept = state.user_state
+    things = [*state.optimizers.items(), *kept.objects.items(), *kept.rank_objects.items()]
+    inside = [
+        (name, vars(thing) if isinstance(thing, torch.optim.Optimizer) else thing)
+        for name, thing in things
+        if not isinstance(thing, torch.optim.lr_scheduler.LRScheduler)  # it has an optimizer that need not be kept
+    ]
+    known = [*kept.generators.values(), *generators.of_process(state.world.device).values()]
+    return known + [value for _, value, _ in _below(inside, [])]
+
+
+def read_by(function: Any) -> set[str]:
+    """Returns the names of the variables that the code of a function reads and does not assign."""
+    function = inspect.unwrap(getattr(function, "__func__", getattr(function, "func", function)))
+    if not isinstance(function, types.FunctionType):
+        return set()
+    steps = [one for code in codes_of(function.__code__) for one in dis.get_instructions(code)]
+    reads = {one.argval for one in steps if one.opname in ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_NAME")}
+    return reads - {one.argval for one in steps if one.opname in ("STORE_GLOBAL", "STORE_DEREF")}
 
 
 def counting() -> str | None:
@@ -299,6 +346,14 @@ def _mark(value: Any) -> Mark:
         return Mark(WeakIdRef(value), value._version)
     seed = value.initial_seed() if isinstance(value, torch.Generator) else None
     return Mark((id(value), seed), generators.comparable(generators.state_of(value)))
+
+
+def _beginning(value: Any) -> Any:
+    """Returns the first numbers of each dimension of a tensor: to read all of one that is a file would take long."""
+    if not isinstance(value, torch.Tensor):
+        return None  # a generator, which `moving` names
+    each = max(2, round(TABLE ** (1 / max(1, value.ndim))))
+    return [[*value.shape], _contents(value[(slice(each),) * value.ndim])]
 
 
 @torch.no_grad()
