@@ -372,11 +372,12 @@ with Session(sys.argv[1]) as run:
 """
 
 
-@pytest.mark.parametrize(("kind", "count"), [("augmented", 2), ("targets", 2), ("decoded", 0), ("workers", 0)])
-def test_a_dataset_that_changes_on_each_rank_by_its_samples_is_named(tmp_path: Path, kind: str, count: int) -> None:
+@pytest.mark.parametrize("kind", ["augmented", "targets", "decoded", "workers"])
+def test_a_dataset_that_changes_on_each_rank_by_its_samples_is_named(tmp_path: Path, kind: str) -> None:
     """It caches augmented samples, or the loop writes targets into it. What it decodes, or what changes alike on all ranks, is not."""
     done = script(2, SCRIPT + CHANGING, tmp_path / "run", kind)
-    assert done.code == 0 and done.output.count("changes as it is read") == count, done.output
+    named = "changes as it is read" in done.output
+    assert done.code == 0 and named == (kind in ("augmented", "targets")), done.output
 
 
 def test_parts_are_of_one_batch_and_of_the_same_samples(tmp_path: Path) -> None:
