@@ -177,7 +177,7 @@ for kind in kinds:
             each = F.cross_entropy(model(x), y, reduction="none")
             return each.topk(2).values.mean() if epoch else each.mean()
         for epoch in run.epochs(2):
-            loader = torch.utils.data.DataLoader(data, 4, sampler=torch.utils.data.DistributedSampler(data, 2, run.rank))
+            loader = torch.utils.data.DataLoader(data, 2, sampler=torch.utils.data.DistributedSampler(data, 2, run.rank))
             for batches in run.iterate(loader, accumulate=4) if kind in ("parts", "whole") else ():
                 for x, y in run.accumulate(batches):
                     run.backward(F.cross_entropy(model(x), y) / (4 if kind == "parts" else 1), samples=len(y))

@@ -150,7 +150,7 @@ with Session(sys.argv[1], sync="flat") as run:
             run.step(loss, x, y, samples=len(y))
             torch.rand(1)
 """
-OF_RANKS = ["the variable table and 3 more is another one on rank 1 than on rank 0"]
+OF_RANKS = ["the variable table and 2 more is another one on rank 1 than on rank 0"]
 OF_STARTS = ["the variable table and 3 more is another one than at the start before"]
 MOVED = ["the variable center has another value on rank 1 than on rank 0, and the function of run.step() reads it"]
 READ = ["a sample of the dataset differs between two reads"]
@@ -159,7 +159,7 @@ READ = ["a sample of the dataset differs between two reads"]
 @pytest.mark.parametrize(
     ("kind", "ranks", "first", "second"),
     [
-        ("drawn", 2, OF_RANKS, OF_RANKS),
+        ("drawn", 2, OF_RANKS, [*OF_RANKS, "the variable chosen.indices is another one than at the start before"]),
         ("drawn", 1, [], OF_STARTS),
         ("center", 2, MOVED, ["no checkpoint has them: center, total", *MOVED]),
         ("loader", 2, READ, [*READ, "the loader gives other ones now"]),
@@ -169,9 +169,9 @@ READ = ["a sample of the dataset differs between two reads"]
 def test_what_each_rank_or_start_has_for_itself_is_named(
     tmp_path: Path, kind: str, ranks: int, first: list[str], second: list[str]
 ) -> None:
-    """Two ranks draw another table, teacher, mask and split before their session, or another start does. Each rank moves its own mean,
-    which the function of a step reads. A loader draws other batches than those that are skipped. What is seeded, the weights, a sum for
-    the eye, and torch's generator are not named. The optimizer has no learning rate."""
+    """Two ranks draw another table, teacher and mask before their session, or another start does, and another split. Each rank moves its
+    own mean, which the function of a step reads. A loader draws other batches than those that are skipped. What is seeded, the weights, a
+    sum for the eye, and torch's generator are not named. The optimizer has no learning rate."""
     for steps, expected in ((3, first), (6, second)):
         done = script(ranks, DRAWN, tmp_path / "run", kind, str(steps))
         lines = [line for line in done.output.splitlines() if "warning: " in line]

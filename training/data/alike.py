@@ -29,11 +29,12 @@ from .batches import Seeded, loader
 from .pytree import children
 
 Values = list[Any]
-"""[whether it has whole numbers alone, shape, digest] of each leaf of a sample; None: the leaf is drawn anew each time."""
+"""[whether it has whole numbers alone, shape, digest] of each leaf of a sample; None: the leaf is drawn anew each time; False: so is one
+number, which may be a time."""
 SAMPLES = 16
 """Most samples to compare: fewer if they load slowly."""
-WRAPPERS = 8
-"""Most datasets, each in an attribute `dataset` of another, whose generators are known."""
+DEPTH, ITEMS = 4, 20
+"""Levels of attributes and lists, and items of a list, in which a dataset's generators are looked for."""
 LEAVES = 32
 """Most tensors of a sample to compare."""
 _NUMBER = (int, float, np.number)
@@ -68,6 +69,7 @@ def check_alike(dataset: Any, world: World, seed: int, workers: int, who: str, i
     lengths = [length for length, *_ in every]
     # The ranks need not agree about the use: a rank without values is not compared.
     certain, what = _difference([theirs if its == every[0][1] else [] for _, its, theirs in every])
+    uses = every[0][1]  # all ranks take the same way from here
     if len(set(lengths)) > 1:
         certain, what, uses = True, f"it has {lengths} samples, by rank", 0
     sentence = (
@@ -84,6 +86,8 @@ def check_alike(dataset: Any, world: World, seed: int, workers: int, who: str, i
         raise_together(UserError(sentence), world)
     else:
         sentence += ", unless the ranks only decode images in different ways"
+    if what and not uses:
+        _USES.pop(id(dataset), None)  # what differs from the first has not changed: compare it as at the first use
     if what and world.leader:
         _warn(sentence)
     if not uses and world.leader and any(None in row for row in values) and not _own_generators(dataset):
@@ -99,14 +103,12 @@ def _warn(sentence: str) -> None:
     to_stderr(f"warning: rank 0: {sentence}")
 
 
-def _own_generators(dataset: Any) -> list[Any]:
-    """Returns the random generators in the attributes of a dataset, and of those that it wraps as `dataset`."""
-    found: list[Any] = []
-    for _ in range(WRAPPERS):
-        attributes = getattr(dataset, "__dict__", {})
-        found += filter(generators.is_generator, attributes.values())
-        dataset = attributes.get("dataset")
-    return found
+def _own_generators(holder: Any, depth: int = DEPTH) -> list[Any]:
+    """Returns the random generators in the attributes of a dataset, and of what these hold, such as another dataset or its transforms."""
+    if generators.is_generator(holder):
+        return [holder]
+    inner = list(holder[:ITEMS]) if type(holder) in (list, tuple) else [*getattr(holder, "__dict__", {}).values()]
+    return [one for item in inner for one in _own_generators(item, depth - 1)] if depth else []
 
 
 def _uses(dataset: Any) -> int:
@@ -161,14 +163,14 @@ def _values(dataset: Any, seed: int, workers: int, use: int) -> list[Values]:
     count = min(SAMPLES, len(dataset))
     ids = [(number * len(dataset) // count + use) % len(dataset) for number in range(count)]
     compared = _Compared(Seeded(dataset, seed, use))
-    own = _own_generators(dataset)
-    states = [generators.state_of(generator) for generator in own]
+    own: list[tuple[Any, Any]] = []
     try:
+        own = [(generator, generators.state_of(generator)) for generator in _own_generators(dataset)]
         return next(loader(compared, [ids], min(workers, 1), list, pins=False)) if ids else []
     except Exception:  # noqa: BLE001
         return []
     finally:
-        for generator, state in zip(own, states):  # the script may have kept it
+        for generator, state in own:  # the script may have kept it
             generators.set_state(generator, state)
 
 
@@ -183,7 +185,8 @@ class _Compared(Dataset[Any]):
         for index in ids:
             first, second = (digests(*self.dataset.__getitems__([index])) for _ in range(2))
             same = len(first) == len(second)  # else the sample draws from an unseeded generator
-            rows.append([one if one == other else None for one, other in zip(first, second)] if same else [])
+            pairs = zip(first, second) if same else ()
+            rows.append([one if one == other else None if one[1] else False for one, other in pairs])
             if time.monotonic() - began > COMPARE_SECONDS:
                 break
         return rows

@@ -94,7 +94,7 @@ class BatchMean:
                 "divisor of all ranks, run.step(loss, divisor=…)"
             )
 
-        if inputs.divisor is None and parts > 1 and _is_divided(loss.grad_fn, parts):
+        if inputs.divisor is None and parts > 1 and inputs.samples != parts and _is_divided(loss.grad_fn, parts):
             self._run.warn(
                 f"the loss is divided by {parts}, as many as the batches of a step, and run.accumulate() weighs each by its samples "
                 "already: leave the division out, or the gradient is too small"
@@ -168,13 +168,13 @@ class BatchMean:
 
 
 def _is_divided(node: Any, parts: int) -> bool:
-    """Returns whether a graph ends in a division by this number, or a product with its reciprocal, but is no mean of so many terms."""
-    name, factor = type(node).__name__.rstrip("0123456789"), getattr(node, "_saved_other", None)
-    if name not in ("DivBackward", "MulBackward") or not isinstance(factor, torch.Tensor) or factor.numel() != 1:
+    """Returns whether a graph ends in a division of a mean by this number. A sum, of samples or of several losses, may be a mean by it."""
+    factor = getattr(node, "_saved_other", None) if type(node).__name__ == "DivBackward0" else None
+    if not isinstance(factor, torch.Tensor) or factor.numel() != 1 or float(factor) != parts:
         return False
-    is_sum = type(node.next_functions[0][0]).__name__.startswith(("Add", "Sum", "Stack"))
-    number = float(factor) if name == "DivBackward" else 1.0 / (float(factor) or math.inf)
-    return math.isclose(number, parts, rel_tol=1e-6) and not is_sum
+    inner = node.next_functions[0][0]
+    is_sum = getattr(inner, "_saved_reduction", None) == 2
+    return not (is_sum or type(inner).__name__.startswith(("Add", "Sum", "Stack")))
 
 
 def _kind(node: Any, samples: int, seen: dict[Any, str] | None = None) -> str:

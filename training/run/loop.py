@@ -27,6 +27,7 @@ from .resume import misfits_explained
 from .run import Ended, Run
 from .step import STEPS, Step
 from .step_input import check_name
+from .unsaved import Unsaved
 
 T = TypeVar("T")
 
@@ -224,8 +225,10 @@ class Loop:
         passed, given = 0 if self.run.user_state.has(loader) else self.run.state.cursor.step, begun(loader)
         if accumulate is not None:
             given = _lists(given, accumulate)
-        skipped = deque(itertools.islice(given, passed), maxlen=1)
-        self.attempt.unsaved.compare_batch(*skipped)
+        skipped, unsaved = deque(itertools.islice(given, passed), maxlen=1), self.attempt.unsaved
+        if getattr(loader, "num_workers", 0):
+            unsaved.compare_batch(*skipped)
+            given = _noted(given, unsaved)
         length = None if length is None else -(-length // (accumulate or 1))
         return self._between_boundaries(((item, None) for item in given), length=length)
 
@@ -289,7 +292,6 @@ class Loop:
                         self.attempt.unsaved.note_variables()
                     run.goodput.enter(TimeCategory.EVALUATION)
                     return
-                self.attempt.unsaved.batch = item if part is None else None
                 if part is None and step.same_samples is None:
                     step.same_samples = _same_samples(item, run.world)
                     self.attempt.known.add("batch")
@@ -466,6 +468,13 @@ def _same_samples(batch: Any, world: World) -> int:
         mine = digests(batch)
     same = is_same_on_all_ranks(mine, world)
     return next((shape[0] for _, shape, _ in mine if shape), 0) if same else 0
+
+
+def _noted(items: Iterator[T], unsaved: Unsaved) -> Iterator[T]:
+    """Yields the batches of a loader, and notes each for the next save."""
+    for item in items:
+        unsaved.note_batch(item)
+        yield item
 
 
 def _lists(items: Iterator[T], size: int) -> Iterator[list[T]]:

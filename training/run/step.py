@@ -41,6 +41,7 @@ from .step_input import (
     count_scaled_step,
     set_scale,
 )
+from .variables import code_of
 
 T = TypeVar("T")
 STEPS = "call run.step(loss) in place of loss.backward() and optimizer.step(), or run.backward(loss) and run.update()"
@@ -182,7 +183,7 @@ class Step:
         inputs = inputs.in_micro_batches(self.run.config.micro_batch_size, self.replica.sync)
         self._check_use(inputs.part, inputs.samples)
         inputs = self._moving(inputs)
-        self.attempt.unsaved.function = compute
+        self.attempt.unsaved.code, self.attempt.unsaved.samples = code_of(compute), inputs.samples
         if self.logical_workers is not None:
             check_machine(self.run, self.attempt.known)
         if not self._given:  # else it has begun with the batch: what the script does before the step is a part of it

@@ -4,9 +4,8 @@ differs between ranks.
 
 from __future__ import annotations
 
-import contextlib
-import re
 import sys
+import types
 import zlib
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
@@ -20,7 +19,6 @@ from .. import generators
 from ..checkpoint.state import Stateful, TrainState, parameter_names
 from ..checkpoint.store import Rule
 from ..contract import named, say
-from ..data.alike import digests
 from ..parallel.exchange import all_gather_trees, is_same_on_all_ranks
 from ..parallel.names import plain, plain_name
 from ..parallel.packing import storage, storages
@@ -28,7 +26,7 @@ from ..resilience.closeness import differing_ranks, fingerprint, first_of, sums_
 from .proof import attributes_of, text_of
 from .replica import tables_of
 from .run import Run
-from .variables import Reached, Variables, counting, reached, read_by, tables
+from .variables import LIST, Reached, Variables, counting, reached, reads, tables
 
 SCORES = ("accuracy", "loss")
 """Endings of a score's name. Other logged numbers may differ between ranks: a time, a rate, a memory size."""
@@ -39,6 +37,8 @@ _MENDS = {
 """Kind of a table → what to do about it."""
 NAMES = 12
 """Names in one warning, at most."""
+SAMPLE = 16
+"""Entries of each dimension of a batch that are compared."""
 
 
 class Unsaved:
@@ -56,10 +56,12 @@ class Unsaved:
         """The settings in the models' attributes at the first save. Only a first pass may set some, such as the longest sequence."""
         self.logged: dict[str, float] = {}
         """Numbers that this rank has logged since the last save."""
-        self.function: Any = None
-        """The function of the last step; None: no step was given as a function."""
-        self.batch: Any = None
-        """The last batch of a loader of the script; None: the loop has another one."""
+        self.code: types.CodeType | None = None
+        """The code of the last step's function; None: there is none."""
+        self.samples = 0
+        """This rank's samples of that step."""
+        self._batch: tuple[Any, list[int]] | None = None
+        """The last batch of a loader with worker processes, and the versions of its tensors. None: the loop has no such loader."""
         self._moved: dict[str, str] = {}
         """Digests of the variables that this rank has changed, from `note_variables` to the next look."""
 
@@ -80,26 +82,33 @@ class Unsaved:
 
     def note_variables(self) -> None:
         """Notes the script's variables and its last batch for a checkpoint, or for an admitted rank."""
-        changed = [*self._variables.changed()]
+        changed = [*self._variables.changed(self.samples)]
         self._moved = {name: text for name, text, is_compared in changed if is_compared}
-        batch = {} if self.batch is None else {self._batch_name: _print_of_batch(self.batch)}
-        self._run.user_state.variables = {**{name: text for name, text, _ in changed}, **batch}
+        noted = {name: text for name, text, _ in changed}
+        if self._batch is not None and self._batch[1] == _versions(self._batch[0]):  # else the script has changed it
+            noted[self._batch_name] = _print_of_batch(self._batch[0])
+        self._batch, self._run.user_state.variables = None, noted
+
+    def note_batch(self, batch: Any) -> None:
+        """Notes the batch that the loop is about to hand out."""
+        self._batch = batch, _versions(batch)
 
     @property
     def _batch_name(self) -> str:
         return f"the last batch on {self._run.world.size} ranks"
 
     def compare_batch(self, skipped: Any = None) -> None:
-        """Warns if a loader does not repeat the batches that the run skips as it resumes.
+        """Warns if a loader with worker processes does not repeat the batches that the run skips as it resumes. Such processes have
+        generators of their own, which no checkpoint has.
 
         Args:
-            skipped: the last of them; None: there is none.
+            skipped: the last of the batches; None: there is none.
         """
         before = self._run.user_state.variables.get(self._batch_name)
         if skipped is not None and before not in (None, _print_of_batch(skipped)):
             self._warn_here(
-                "run.iterate(loader) skips the batches that were used before, and the loader gives other ones now: let it draw from "
-                "torch's generators, or from a kept one, in this process, or keep the loader itself (run.keep_of_rank)"
+                "run.iterate(loader) skips the batches that were used before, and the loader gives other ones now: let its processes "
+                "draw from torch's generators, which are seeded anew in each epoch, or keep the loader itself (run.keep_of_rank)"
             )
 
     def resumes(self, over: str, compares: bool) -> None:
@@ -139,9 +148,8 @@ class Unsaved:
         values = {f"run.values[{name!r}]": _print_of(value) for name, value in kept.values.items()}
         scores = (*SCORES, Rule.of(self._run.config.checkpoint.keep_best).name)
         logged = {name: value for name, value in self.logged.items() if name.endswith(scores)}
-        names, (moved, self._moved) = read_by(self.function), (self._moved, {})
-        read = {name: text for name, text in moved.items() if re.split(r"[.[]", name, maxsplit=1)[0] in names}
-        variables = {f"the variable {name}": text for name, text in read.items()}
+        moved, self._moved = self._moved, {}
+        variables = {f"the variable {name}": text for name, text in moved.items() if reads(self.code, name)}
         numbers = {f"run.log({name}=…)": f"{value:.4g}" for name, value in logged.items()}
         return {**objects, **values, **variables, **numbers}
 
@@ -171,12 +179,17 @@ class Unsaved:
         run, model, ids = self._run, self._run.state.model, {id(value) for value in made}
         of_model = ((plain_name(model, name), value) for name, value in tables_of(model) if id(value) in ids)
         mine = {f"the model's attribute {name}": text_of(value) or "" for name, value in of_model}
+        # A variable that has changed since, such as by a broadcast, is left out, on a rank or on all.
         of_script = tables(run.state).items()
         mine |= {f"the variable {name}": text for name, text in of_script if run.tables.get(name) == text}
-        same = is_same_on_all_ranks(mine, run.world)
-        apart = {} if same else differing_ranks(all_gather_trees(mine, run.world))
+        every = [mine] if is_same_on_all_ranks(mine, run.world) else all_gather_trees(mine, run.world)
+        apart = {
+            name: ranks
+            for name, ranks in differing_ranks(every).items()  # a rank may have taken its share of numbers
+            if name[:12] != "the variable" or (all(name in its for its in every) and not mine[name].startswith(LIST))
+        }
         before, run.user_state.tables = run.user_state.tables, mine
-        changed = [name for name, digest in mine.items() if before.get(name, digest) != digest and name not in apart]
+        changed = [name for name in mine if _is_another(name, before, mine) and name not in apart]
         for kind, mend in _MENDS.items():
             if of_ranks := [name for name in apart if name.startswith(kind)]:
                 run.warn(
@@ -204,8 +217,8 @@ def unequal(of_ranks: Sequence[dict[str, str]]) -> dict[str, str]:
             )
         elif call.startswith("the variable"):
             sentences[call] = (
-                f"{call} has another value on rank {named(others)} than on rank 0, and the function of run.step() reads it: N ranks "
-                "train another model than one. Compute it from the same samples on all ranks, or add up with run.sum() what each has"
+                f"{call} has another value on rank {named(others)} than on rank 0, and the function of run.step() reads it. Unless it is "
+                "to be a rank's own, N ranks train another model than one: add up with run.sum() what each has"
             )
         else:
             sentences[call] = (
@@ -215,10 +228,26 @@ def unequal(of_ranks: Sequence[dict[str, str]]) -> dict[str, str]:
     return sentences
 
 
+def _is_another(name: str, before: dict[str, str], now: dict[str, str]) -> bool:
+    """Returns whether a table has other values than before. A variable of another shape may belong to what a start plans anew."""
+    if before.get(name, now[name]) == now[name]:
+        return False
+    return not name.startswith("the variable") or before[name].partition(":")[0] == now[name].partition(":")[0]
+
+
+def _tensors(batch: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(batch) if type(leaf) is torch.Tensor and leaf.layout is torch.strided]
+
+
+def _versions(batch: Any) -> list[int]:
+    return [tensor._version for tensor in _tensors(batch) if not tensor.is_inference()]
+
+
+@torch.no_grad()
 def _print_of_batch(batch: Any) -> str:
-    with contextlib.suppress(Exception):  # of the batch's own code
-        return str(zlib.crc32(repr(digests(batch)).encode()))
-    return ""
+    """Returns a digest of the first numbers of each dimension of a batch's tensors."""
+    pieces = [tensor[(slice(SAMPLE),) * tensor.ndim] for tensor in _tensors(batch)]
+    return str(zlib.crc32(repr([[[*piece.shape] for piece in pieces], sums_of_bits(pieces).tolist()]).encode()))
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ import io
 import itertools
 import mmap
 import operator
+import re
 import sys
 import time
 import types
@@ -41,6 +42,8 @@ MOST, DEPTH, ITEMS = 5000, 3, 100
 """Limits: objects to inspect, levels below a variable, items at each end of a list or dictionary."""
 TABLE = 4096
 """Numbers of a tensor to compare in a table, approximately: the first ones of each dimension."""
+LIST = "list"
+"""The beginning of the shape of a list in `tables`."""
 SHORT = 16
 """A list of at most so many whole numbers is no table: ranks may have different ones, such as their experts or groups."""
 _SAMPLE = 1 << 16
@@ -78,13 +81,19 @@ class Variables:
         self._state = state
         self._start = {name: mark for name, _, mark in self._marks(_held(state))}
 
-    def changed(self) -> Iterator[tuple[str, str, bool]]:
+    def changed(self, samples: int) -> Iterator[tuple[str, str, bool]]:
         """Yields (name, digest, whether to compare it between ranks) of each iterator, and of each variable that has changed since the
-        start of the attempt. Not compared are lists, which may collect numbers to print, and what the loop has made, such as a batch."""
+        start of the attempt. Compared are numbers, tensors and arrays that were there when the loop began, but no batch.
+
+        Args:
+            samples: as many entries as a tensor of the rank's last batch has.
+        """
         held = _held(self._state)
         for name, value, mark in self._marks(held):
             if (mark == _ITERATOR or mark != self._start.get(name)) and (text := _digest(value, held)) is not None:
-                yield name, text, name in self._start and not isinstance(value, list)
+                is_array = issubclass(type(value), (torch.Tensor, np.ndarray))
+                carries = issubclass(type(value), float) or (is_array and value.shape[:1] != (samples,))
+                yield name, text, carries and name in self._start
 
     def differing(self, before: dict[str, str]) -> list[str]:
         """Returns the names of variables that have another value than in these digests of a checkpoint."""
@@ -124,25 +133,25 @@ class Variables:
 
 
 def tables(state: TrainState | None = None) -> dict[str, str]:
-    """Returns name → digest of each tensor, array, module and long list of whole numbers that the script's variables lead to, without those
-    that a checkpoint holds. State None: there is no model yet."""
+    """Returns name → shape and digest of each tensor, array, module and long list of whole numbers that the script's variables lead to,
+    without those that a checkpoint holds. State None: there is no model yet."""
     held, digests = set[int | None]() if state is None else _held(state), dict[str, str]()
     for name, value, _ in reached(state):
         with contextlib.suppress(Exception):  # an object of the script may raise anything
-            if (is_table(value) or isinstance(value, nn.Module)) and (
-                plain := _print(value, held, _beginning)
-            ) is not None:
-                digests.setdefault(name, str(zlib.crc32(repr(plain).encode())))
+            is_module = issubclass(type(value), nn.Module)
+            if (is_module or is_table(value)) and (plain := _print(value, held, _beginning)) is not None:
+                shape = "" if is_module else getattr(value, "shape", f"{LIST} of {len(value)}")
+                digests.setdefault(name, f"{shape}:{zlib.crc32(repr(plain).encode())}")
     return digests
 
 
 def is_table(value: Any) -> bool:
     """Returns whether the value is a tensor or array of several numbers, or a list of more than `SHORT` whole numbers."""
-    if isinstance(value, torch.Tensor):
-        return value.numel() > 1
-    if isinstance(value, np.ndarray):
-        return value.size > 1 and not value.dtype.hasobject
-    if not isinstance(value, (list, tuple)) or len(value) <= SHORT:
+    if issubclass(type(value), torch.Tensor):
+        return bool(value.numel() > 1)
+    if issubclass(type(value), np.ndarray):
+        return bool(value.size > 1 and not value.dtype.hasobject)
+    if not issubclass(type(value), (list, tuple)) or len(value) <= SHORT:
         return False
     return all(type(item) is int or isinstance(item, np.integer) for item in value[:ITEMS])
 
@@ -170,14 +179,21 @@ def _known(state: TrainState) -> list[Any]:
     return known + [value for _, value, _ in _below(inside, [])]
 
 
-def read_by(function: Any) -> set[str]:
-    """Returns the names of the variables that the code of a function reads and does not assign."""
-    function = inspect.unwrap(getattr(function, "__func__", getattr(function, "func", function)))
-    if not isinstance(function, types.FunctionType):
-        return set()
-    steps = [one for code in codes_of(function.__code__) for one in dis.get_instructions(code)]
-    reads = {one.argval for one in steps if one.opname in ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_NAME")}
-    return reads - {one.argval for one in steps if one.opname in ("STORE_GLOBAL", "STORE_DEREF")}
+def code_of(function: Any) -> types.CodeType | None:
+    """Returns the code of a function, also of one that is bound, partial or wrapped; None: a callable object may raise anything."""
+    while type(function) in (functools.partial, types.MethodType):
+        function = function.func if type(function) is functools.partial else function.__func__
+    with contextlib.suppress(ValueError):  # it wraps itself
+        function = inspect.unwrap(function) if type(function) is types.FunctionType else None
+    return function.__code__ if type(function) is types.FunctionType else None
+
+
+def reads(code: types.CodeType | None, name: str) -> bool:
+    """Returns whether the code reads a variable, or the attribute of one, and assigns no part of it."""
+    steps = [one for inner in codes_of(code) for one in dis.get_instructions(inner)] if code is not None else []
+    stored = {one.argval for one in steps if one.opname.startswith("STORE_")}
+    read = {one.argval for one in steps if one.opname.startswith("LOAD_")} - stored
+    return {*re.sub(r"\[.*?\]", "", name).split(".")} <= read
 
 
 def counting() -> str | None:
