@@ -21,6 +21,12 @@ class Meter:
         self.total, self.began = 0.0, time.time()
     def add(self, value):
         self.total += value
+class Loss(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gamma = 1.0
+class Slow(torch.optim.SGD):
+    slow = ()
 class Slots:
     __slots__ = ("n",)
 def augment(x, memory=[]):
@@ -37,7 +43,8 @@ class Net(torch.nn.Linear):
 def train(kind, run, steps):
     data, net = torch.randn(64, 4, generator=torch.Generator().manual_seed(1)), Net(4, 1)
     model = run.replicate(net)
-    run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    optimizer = run.optimizer(lambda parameters: Slow(parameters, lr=0.1))
+    optimizer.slow, loss = [torch.zeros(4)], Loss()
     count, meter, history, average, slow = 0, Meter(), [], torch.zeros(4), None
     slots, unmoved, reader = Slots(), itertools.count(), iter(order := list(range(500)))
     slots.n = 0
@@ -61,6 +68,8 @@ def train(kind, run, steps):
                 Meter.shown += 1
                 augment(x)
                 slots.n += 1
+                loss.gamma += 0.5
+                optimizer.slow = [tensor + 1 for tensor in optimizer.slow]
                 COUNTS["batches"] += 1
             elif kind == "lists":
                 history.append(seen)
@@ -81,7 +90,8 @@ for kind in sys.argv[3:]:
 """
 NAMED = {
     "count": {"count", "best"}, "lists": {"history", "order"}, "tensors": {"average", "slow", "weights"}, "hard": {"hard"},
-    "objects": {"meter.total", "Meter.shown", "augment.calls", "augment.memory", "slots.n", "COUNTS"}, "anchor": {"anchor"},
+    "objects": {"meter.total", "Meter.shown", "augment.calls", "augment.memory", "slots.n", "COUNTS", "meter.shown",
+                "loss.gamma", "optimizer.slow"}, "anchor": {"anchor"},
     "drawn": {"noise", "other", "reader"}, "epochs": {"enumerate"}, "enumerate": {"enumerate"}, "zip": {"zip"}, "calm": set(),
 }  # fmt: skip
 

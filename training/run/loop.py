@@ -27,7 +27,6 @@ from .resume import misfits_explained
 from .run import Ended, Run
 from .step import STEPS, Step
 from .step_input import check_name
-from .unsaved import Unsaved
 
 T = TypeVar("T")
 
@@ -38,7 +37,6 @@ class Loop:
     def __init__(self, run: Run, replica: Replica) -> None:
         self.run, self.attempt = run, Attempt(run)
         self.step = Step(run, self.attempt, replica)
-        self._warned_of_collate = False
         self._saved_generators, self._resumed = run.saved_generators, run.resumed
         """This rank's generators at the resume point, until the loop reaches that point and restores them; whether the run resumes."""
         self.epochs_planned: int | None = None
@@ -203,14 +201,10 @@ class Loop:
     def batches(self, batches: Batches) -> Iterator[Any]:
         """Returns an iterator over the rest of the epoch. Raises `UserError` if the epoch was begun with other batches."""
         self._expect_data(batches.division.describe())
-        batches.warn = None if self._warned_of_collate else self._warn_of_collate
+        batches.warn = self.run.warn
         cursor, steps = self.run.state.cursor, batches.division.steps
         given = ElasticBatches(batches, self.run.world, cursor.epoch, cursor.step)
         return self._between_boundaries(given, steps, length=steps)
-
-    def _warn_of_collate(self, text: str) -> None:
-        self._warned_of_collate = True
-        self.run.console.warn(text)
 
     def iterate(self, loader: Iterable[Any], accumulate: int | None) -> Iterator[Any]:
         """Returns an iterator over the rest of the epoch: batches, or lists of up to `accumulate`. The cursor counts items. Collective.
@@ -228,7 +222,7 @@ class Loop:
         skipped, unsaved = deque(itertools.islice(given, passed), maxlen=1), self.attempt.unsaved
         if getattr(loader, "num_workers", 0):
             unsaved.compare_batch(*skipped)
-            given = _noted(given, unsaved)
+            given = unsaved.noting(given)
         length = None if length is None else -(-length // (accumulate or 1))
         return self._between_boundaries(((item, None) for item in given), length=length)
 
@@ -468,13 +462,6 @@ def _same_samples(batch: Any, world: World) -> int:
         mine = digests(batch)
     same = is_same_on_all_ranks(mine, world)
     return next((shape[0] for _, shape, _ in mine if shape), 0) if same else 0
-
-
-def _noted(items: Iterator[T], unsaved: Unsaved) -> Iterator[T]:
-    """Yields the batches of a loader, and notes each for the next save."""
-    for item in items:
-        unsaved.note_batch(item)
-        yield item
 
 
 def _lists(items: Iterator[T], size: int) -> Iterator[list[T]]:

@@ -34,7 +34,7 @@ _MOST_BYTES = 1 << 24
 """Bytes of an attribute that is hashed, at most. Ranks compare a larger attribute by the sum of its bits."""
 _DEPTH = 5
 """Levels of lists and dictionaries in an attribute that are read."""
-_OF_TORCH = {*vars(nn.Module()), "_flat_weights"}
+OF_TORCH = {*vars(nn.Module()), "_flat_weights"}
 """Attributes of modules that belong to torch."""
 
 Refuse = Callable[[str, str], UserError]
@@ -192,7 +192,7 @@ def attributes_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
     own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
-            if name not in _OF_TORCH and id(value) not in own:
+            if name not in OF_TORCH and id(value) not in own:
                 yield f"{path}.{name}".lstrip("."), value
 
 

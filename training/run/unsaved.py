@@ -8,7 +8,7 @@ import sys
 import types
 import zlib
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from .replica import tables_of
 from .run import Run
 from .variables import LIST, Reached, Variables, counting, reached, reads, tables
 
+T = TypeVar("T")
 SCORES = ("accuracy", "loss")
 """Endings of a score's name. Other logged numbers may differ between ranks: a time, a rate, a memory size."""
 _MENDS = {
@@ -39,6 +40,7 @@ NAMES = 12
 """Names in one warning, at most."""
 SAMPLE = 16
 """Entries of each dimension of a batch that are compared."""
+_LAST_BATCH = "the last batch on {} ranks"
 
 
 class Unsaved:
@@ -86,16 +88,14 @@ class Unsaved:
         self._moved = {name: text for name, text, is_compared in changed if is_compared}
         noted = {name: text for name, text, _ in changed}
         if self._batch is not None and self._batch[1] == _versions(self._batch[0]):  # else the script has changed it
-            noted[self._batch_name] = _print_of_batch(self._batch[0])
+            noted[_LAST_BATCH.format(self._run.world.size)] = _print_of_batch(self._batch[0])
         self._batch, self._run.user_state.variables = None, noted
 
-    def note_batch(self, batch: Any) -> None:
-        """Notes the batch that the loop is about to hand out."""
-        self._batch = batch, _versions(batch)
-
-    @property
-    def _batch_name(self) -> str:
-        return f"the last batch on {self._run.world.size} ranks"
+    def noting(self, batches: Iterator[T]) -> Iterator[T]:
+        """Yields the batches of a loader, and notes each for the next save."""
+        for batch in batches:
+            self._batch = batch, _versions(batch)
+            yield batch
 
     def compare_batch(self, skipped: Any = None) -> None:
         """Warns if a loader with worker processes does not repeat the batches that the run skips as it resumes. Such processes have
@@ -104,7 +104,7 @@ class Unsaved:
         Args:
             skipped: the last of the batches; None: there is none.
         """
-        before = self._run.user_state.variables.get(self._batch_name)
+        before = self._run.user_state.variables.get(_LAST_BATCH.format(self._run.world.size))
         if skipped is not None and before not in (None, _print_of_batch(skipped)):
             self._warn_here(
                 "run.iterate(loader) skips the batches that were used before, and the loader gives other ones now: let its processes "

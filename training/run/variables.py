@@ -35,7 +35,7 @@ from .. import generators
 from ..checkpoint.state import TrainState
 from ..parallel.packing import storage, storages
 from ..resilience.closeness import sums_of_bits
-from .proof import has_bytes
+from .proof import OF_TORCH, has_bytes
 from .undo import codes_of, is_of_script, root_of
 
 MOST, DEPTH, ITEMS = 5000, 3, 100
@@ -49,6 +49,8 @@ SHORT = 16
 _SAMPLE = 1 << 16
 """Numbers of a tensor or an array that a digest reads, evenly spaced."""
 _PLAIN = (type(None), bool, int, str, bytes)
+_OF_OPTIMIZER = ("state", "param_groups", "defaults")
+"""Attributes of an optimizer that a checkpoint restores, or its constructor sets."""
 _SEQUENCES = (list, tuple, deque)
 _COUNTING = (enumerate, zip, map, itertools.islice)
 _ITERATOR = "an iterator"
@@ -161,8 +163,15 @@ def reached(state: TrainState | None) -> list[Reached]:
     objects, since a state may consist of copies, and the generators of the process. Returns nothing if an object of the script raises,
     since all this only serves warnings."""
     named = ((name, value) for names in _frames() for name, value in names.items() if name[:2] != "__")
+    optimizers = {} if state is None else state.optimizers
+    of_optimizers = (
+        (f"{name}.{key}", value)
+        for name, optimizer in optimizers.items()
+        for key, value in (vars(optimizer).items() if is_of_script(root_of(optimizer)) else ())
+        if key[0] != "_" and key not in _OF_OPTIMIZER
+    )
     with contextlib.suppress(Exception):  # a property, or a subclass of a tensor or a dictionary, may raise anything
-        return list(_below(named, [] if state is None else _known(state)))
+        return list(_below([*named, *of_optimizers], [] if state is None else _known(state)))
     return []
 
 
@@ -171,7 +180,7 @@ def _known(state: TrainState) -> list[Any]:
     kept = state.user_state
     things = [*state.optimizers.items(), *kept.objects.items(), *kept.rank_objects.items()]
     inside = [
-        (name, vars(thing) if isinstance(thing, torch.optim.Optimizer) else thing)
+        (name, [thing.state, thing.param_groups] if isinstance(thing, torch.optim.Optimizer) else thing)
         for name, thing in things
         if not isinstance(thing, torch.optim.lr_scheduler.LRScheduler)  # it has an optimizer that need not be kept
     ]
@@ -247,9 +256,15 @@ def _below(named: Iterable[tuple[str, Any]], known: list[Any]) -> Iterator[Reach
             continue
         seen[id(value)] = value
         yield Reached(name, value, is_own)
-        if depth < DEPTH and not issubclass(kind, (nn.Module, torch.optim.Optimizer)):
+        # A module without parameters may be a loss with settings of its own.
+        is_closed = issubclass(kind, nn.Module) and not (of_script and _has_no_parameter(value))
+        if depth < DEPTH and not is_closed and not issubclass(kind, torch.optim.Optimizer):
             names = of_script and not issubclass(kind, (dict, list, tuple))
             waiting.extend((inner, item, depth + 1, names) for inner, item in _inside(name, value))
+
+
+def _has_no_parameter(module: nn.Module) -> bool:
+    return "_parameters" in vars(module) and next(module.parameters(), None) is None
 
 
 def _inside(name: str, value: Any) -> list[tuple[str, Any]]:
@@ -275,7 +290,10 @@ def _inside(name: str, value: Any) -> list[tuple[str, Any]]:
             if type(member) is types.MemberDescriptorType:
                 with contextlib.suppress(AttributeError):  # it has no value yet
                     attributes[slot] = member.__get__(value)
-    return [(f"{name}.{attribute}", item) for attribute, item in attributes.items() if attribute[:2] != "__"]
+            elif type(member) in (bool, int, float):  # the value of an object that has none
+                attributes.setdefault(slot, member)
+    of_torch = OF_TORCH if issubclass(type(value), nn.Module) else ()
+    return [(f"{name}.{key}", item) for key, item in attributes.items() if key[:2] != "__" and key not in of_torch]
 
 
 def _held(state: TrainState) -> set[int | None]:
