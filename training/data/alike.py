@@ -12,6 +12,7 @@ import contextlib
 import functools
 import hashlib
 import time
+import types
 import weakref
 from typing import Any
 
@@ -29,11 +30,11 @@ from .batches import Seeded, loader
 from .pytree import children
 
 Values = list[Any]
-"""[whether it has whole numbers alone, shape, digest] of each leaf of a sample; None: the leaf is drawn anew each time; False: so is one
-number, which may be a time."""
+"""[whether it has whole numbers alone, shape, digest] of each leaf of a sample; None: the leaf differs between two reads; False: so does
+one number, which may be a time, or a leaf of a dataset that has generators of its own."""
 SAMPLES = 16
 """Most samples to compare: fewer if they load slowly."""
-DEPTH, ITEMS = 4, 20
+DEPTH, ITEMS = 3, 20
 """Levels of attributes and lists, and items of a list, in which a dataset's generators are looked for."""
 LEAVES = 32
 """Most tensors of a sample to compare."""
@@ -90,7 +91,7 @@ def check_alike(dataset: Any, world: World, seed: int, workers: int, who: str, i
         _USES.pop(id(dataset), None)  # what differs from the first has not changed: compare it as at the first use
     if what and world.leader:
         _warn(sentence)
-    if not uses and world.leader and any(None in row for row in values) and not _own_generators(dataset):
+    if not uses and world.leader and any(None in row for row in values):
         _warn(
             f"{who}: a sample of the dataset differs between two reads with the same random numbers of torch, numpy and Python. It draws "
             "from a generator of its own, or depends on what was read before, so another number of ranks, or a resume, gives other samples"
@@ -105,10 +106,11 @@ def _warn(sentence: str) -> None:
 
 def _own_generators(holder: Any, depth: int = DEPTH) -> list[Any]:
     """Returns the random generators in the attributes of a dataset, and of what these hold, such as another dataset or its transforms."""
-    if generators.is_generator(holder):
-        return [holder]
+    is_generator = generators.is_generator(holder)
+    if is_generator or not depth or issubclass(type(holder), (type, types.ModuleType)):
+        return [holder] * is_generator
     inner = list(holder[:ITEMS]) if type(holder) in (list, tuple) else [*getattr(holder, "__dict__", {}).values()]
-    return [one for item in inner for one in _own_generators(item, depth - 1)] if depth else []
+    return [one for item in inner for one in _own_generators(item, depth - 1)]
 
 
 def _uses(dataset: Any) -> int:
@@ -166,7 +168,8 @@ def _values(dataset: Any, seed: int, workers: int, use: int) -> list[Values]:
     own: list[tuple[Any, Any]] = []
     try:
         own = [(generator, generators.state_of(generator)) for generator in _own_generators(dataset)]
-        return next(loader(compared, [ids], min(workers, 1), list, pins=False)) if ids else []
+        rows = next(loader(compared, [ids], min(workers, 1), list, pins=False)) if ids else []
+        return [[one or False for one in row] for row in rows] if own else rows
     except Exception:  # noqa: BLE001
         return []
     finally:

@@ -93,7 +93,6 @@ class BatchMean:
                 "the loss is a sum over the samples of this rank, so N ranks minimise another loss than one: take the mean, or give the "
                 "divisor of all ranks, run.step(loss, divisor=…)"
             )
-
         if inputs.divisor is None and parts > 1 and inputs.samples != parts and _is_divided(loss.grad_fn, parts):
             self._run.warn(
                 f"the loss is divided by {parts}, as many as the batches of a step, and run.accumulate() weighs each by its samples "
@@ -101,11 +100,8 @@ class BatchMean:
             )
 
     def _warn_of_own_divisor(self, inputs: StepInput) -> None:
-        if (
-            not isinstance(inputs.divisor, torch.Tensor)
-            and inputs.divisor == inputs.samples
-            and inputs.samples < (inputs.total or 0)
-        ):
+        is_own = not isinstance(inputs.divisor, torch.Tensor) and inputs.divisor == inputs.samples
+        if is_own and inputs.samples < (inputs.total or 0):
             self._run.warn(
                 f"the divisor is {inputs.divisor:g}, as many as this rank's samples, and the batch has {inputs.total} on all ranks: a "
                 "number is the divisor of all ranks. Give run.batch.total, or this rank's count as a tensor, which the ranks sum",
