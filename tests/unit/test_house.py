@@ -12,7 +12,7 @@ from tests import product
 from tests.imports import SHARED, all_modules, graph, imported, imports_of, modules
 from tests.processes import ROOT
 
-BUDGET = {"training": 13043, "jobs": 5932, "tools": 583, "torture": 567, "wire": 869}
+BUDGET = {"training": 13040, "jobs": 5932, "tools": 583, "torture": 567, "wire": 869}
 """Lines of code of each package, at most. A change lowers a number, or says in its commit why it raises one."""
 ENTRANCE = 10
 """Modules that lie in `training/` itself."""

@@ -30,8 +30,8 @@ from .batches import Seeded, loader
 from .pytree import children
 
 Values = list[Any]
-"""[whether it has whole numbers alone, shape, digest] of each leaf of a sample; None: the leaf differs between two reads; False: so does
-one number, which may be a time, or a leaf of a dataset that has generators of its own."""
+"""[whether it has whole numbers alone, shape, digest] of each leaf of a sample. None: the leaf differs between two reads. False: it
+differs, too, but is a single number, such as a time, or the dataset has private generators."""
 SAMPLES = 16
 """Most samples to compare: fewer if they load slowly."""
 DEPTH, ITEMS = 3, 20
@@ -64,7 +64,7 @@ def check_alike(dataset: Any, world: World, seed: int, workers: int, who: str, i
     if world.size == 1:
         return
     uses = _uses(dataset)
-    looks = uses == 0 or not (workers or uses & (uses - 1))  # a copy in a worker changes, and not this one
+    looks = uses == 0 or not (workers or uses & (uses - 1))  # with workers, their copies of the dataset change
     values = _values(dataset, seed, workers, uses) if looks else []
     every = all_gather_trees([len(dataset), uses, values], world)
     lengths = [length for length, *_ in every]
@@ -94,7 +94,7 @@ def check_alike(dataset: Any, world: World, seed: int, workers: int, who: str, i
     if not uses and world.leader and any(None in row for row in values):
         _warn(
             f"{who}: a sample of the dataset differs between two reads with the same random numbers of torch, numpy and Python. It draws "
-            "from a generator of its own, or depends on what was read before, so another number of ranks, or a resume, gives other samples"
+            "from a private generator, or depends on earlier reads, so another number of ranks, or a resume, gives other samples"
         )
 
 

@@ -53,17 +53,16 @@ class BatchMean:
         self._has_loss = False
         """Whether `look_at_loss` has seen a loss."""
 
-    def look(self, inputs: StepInput, call: Call) -> None:
+    def look(self, inputs: StepInput, call: Call, code: types.CodeType | None) -> None:
         """Counts the step, and warns once of its function. Waits for the device at the step of the check.
 
         Args:
             call: returns the loss of these samples of the rank, and the numbers.
+            code: the code of the function (`variables.code_of`); None: it is another object that can be called.
         """
         if isinstance(self._run.config, Config) or not self._replica.sync.is_replicated:
             return
-        function: Any = inputs.compute  # an object's own attributes may raise anything
-        function = function.__func__ if type(function) is types.MethodType else function
-        function = function.__code__ if type(function) is types.FunctionType else type(function)
+        function = code or type(inputs.compute)
         self._steps[function] += 1
         self._warn_of_own_divisor(inputs)
         cursor = self._run.state.cursor
@@ -71,10 +70,11 @@ class BatchMean:
         is_due = self._steps[function] == CALL or is_new_epoch
         if not is_due or (inputs.part is not None and not inputs.part.samples):
             return
-        sentence: str | None = None
+        sentence = ""
         for with_graph in (False, True):
             with contextlib.suppress(Exception):  # an error of the function's own comes again
-                sentence = self._compared(inputs, call, with_graph) if sentence is None else sentence
+                sentence = self._compared(inputs, call, with_graph)
+                break
         if sentence:
             self._run.warn(sentence, sentence.partition(":")[0])
 

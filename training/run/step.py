@@ -183,7 +183,8 @@ class Step:
         inputs = inputs.in_micro_batches(self.run.config.micro_batch_size, self.replica.sync)
         self._check_use(inputs.part, inputs.samples)
         inputs = self._moving(inputs)
-        self.attempt.unsaved.code, self.attempt.unsaved.samples = code_of(compute), inputs.samples
+        code = code_of(compute)
+        self.attempt.unsaved.code, self.attempt.unsaved.samples = code, inputs.samples
         if self.logical_workers is not None:
             check_machine(self.run, self.attempt.known)
         if not self._given:  # else it has begun with the batch: what the script does before the step is a part of it
@@ -197,7 +198,7 @@ class Step:
             else:
                 keeps = self.looks or inputs.scaler is not None or self.logical_workers is not None
                 self._before = kept_buffers(self.replica.model) if keeps else []
-            self._batch_mean.look(inputs, self._loss)
+            self._batch_mean.look(inputs, self._loss, code)
             self._as_function, self.attempt.stage = True, 2
             norm, usable = self._usable_gradients(inputs)
             if usable:

@@ -26,7 +26,7 @@ from ..resilience.closeness import differing_ranks, fingerprint, first_of, sums_
 from .proof import attributes_of, text_of
 from .replica import tables_of
 from .run import Run
-from .variables import LIST, Reached, Variables, counting, reached, reads, tables
+from .variables import LIST, Reached, Variables, beginning, counting, reached, reads, tables
 
 T = TypeVar("T")
 SCORES = ("accuracy", "loss")
@@ -38,8 +38,6 @@ _MENDS = {
 """Kind of a table → what to do about it."""
 NAMES = 12
 """Names in one warning, at most."""
-SAMPLE = 16
-"""Entries of each dimension of a batch that are compared."""
 _LAST_BATCH = "the last batch on {} ranks"
 
 
@@ -186,7 +184,8 @@ class Unsaved:
         apart = {
             name: ranks
             for name, ranks in differing_ranks(every).items()  # a rank may have taken its share of numbers
-            if name[:12] != "the variable" or (all(name in its for its in every) and not mine[name].startswith(LIST))
+            if not name.startswith("the variable")
+            or (all(name in its for its in every) and not mine[name].startswith(LIST))
         }
         before, run.user_state.tables = run.user_state.tables, mine
         changed = [name for name in mine if _is_another(name, before, mine) and name not in apart]
@@ -243,11 +242,9 @@ def _versions(batch: Any) -> list[int]:
     return [tensor._version for tensor in _tensors(batch) if not tensor.is_inference()]
 
 
-@torch.no_grad()
 def _print_of_batch(batch: Any) -> str:
     """Returns a digest of the first numbers of each dimension of a batch's tensors."""
-    pieces = [tensor[(slice(SAMPLE),) * tensor.ndim] for tensor in _tensors(batch)]
-    return str(zlib.crc32(repr([[[*piece.shape] for piece in pieces], sums_of_bits(pieces).tolist()]).encode()))
+    return str(zlib.crc32(repr([beginning(tensor) for tensor in _tensors(batch)]).encode()))
 
 
 @torch.no_grad()

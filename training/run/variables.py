@@ -40,14 +40,12 @@ from .undo import codes_of, is_of_script, root_of
 
 MOST, DEPTH, ITEMS = 5000, 3, 100
 """Limits: objects to inspect, levels below a variable, items at each end of a list or dictionary."""
-TABLE = 4096
-"""Numbers of a tensor to compare in a table, approximately: the first ones of each dimension."""
 LIST = "list"
 """The beginning of the shape of a list in `tables`."""
 SHORT = 16
 """A list of at most so many whole numbers is no table: ranks may have different ones, such as their experts or groups."""
 _SAMPLE = 1 << 16
-"""Numbers of a tensor or an array that a digest reads, evenly spaced."""
+"""Numbers of a tensor or an array that a digest reads, evenly spaced, or the first ones of each dimension (`beginning`)."""
 _PLAIN = (type(None), bool, int, str, bytes)
 _OF_OPTIMIZER = ("state", "param_groups", "defaults")
 """Attributes of an optimizer that a checkpoint restores, or its constructor sets."""
@@ -141,7 +139,7 @@ def tables(state: TrainState | None = None) -> dict[str, str]:
     for name, value, _ in reached(state):
         with contextlib.suppress(Exception):  # an object of the script may raise anything
             is_module = issubclass(type(value), nn.Module)
-            if (is_module or is_table(value)) and (plain := _print(value, held, _beginning)) is not None:
+            if (is_module or is_table(value)) and (plain := _print(value, held, beginning)) is not None:
                 shape = "" if is_module else getattr(value, "shape", f"{LIST} of {len(value)}")
                 digests.setdefault(name, f"{shape}:{zlib.crc32(repr(plain).encode())}")
     return digests
@@ -256,7 +254,7 @@ def _below(named: Iterable[tuple[str, Any]], known: list[Any]) -> Iterator[Reach
             continue
         seen[id(value)] = value
         yield Reached(name, value, is_own)
-        # A module without parameters may be a loss with settings of its own.
+        # A module without parameters may be a loss function with settings.
         is_closed = issubclass(kind, nn.Module) and not (of_script and _has_no_parameter(value))
         if depth < DEPTH and not is_closed and not issubclass(kind, torch.optim.Optimizer):
             names = of_script and not issubclass(kind, (dict, list, tuple))
@@ -382,11 +380,11 @@ def _mark(value: Any) -> Mark:
     return Mark((id(value), seed), generators.comparable(generators.state_of(value)))
 
 
-def _beginning(value: Any) -> Any:
+def beginning(value: Any) -> Any:
     """Returns the first numbers of each dimension of a tensor: to read all of one that is a file would take long."""
     if not isinstance(value, torch.Tensor):
         return None  # a generator, which `moving` names
-    each = max(2, round(TABLE ** (1 / max(1, value.ndim))))
+    each = max(2, round(_SAMPLE ** (1 / max(1, value.ndim))))
     return [[*value.shape], _contents(value[(slice(each),) * value.ndim])]
 
 
