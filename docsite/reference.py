@@ -20,9 +20,9 @@ from docsite import ROOT
 from lockstep.jobs.backend import BACKENDS, Cluster, backend_of
 from lockstep.jobs.cli.main import app_of
 from lockstep.jobs.spec.model import JobSpec
+from lockstep.tools.settings import described, json_schema, models_in
 from lockstep.training.config import FREE, Config, OwnSettings, recipes
 from lockstep.training.config import settings as typed
-from lockstep.training.config.settings import json_schema
 from lockstep.training.observe.metrics import BUCKETS, PREFIX, TABLE
 
 API = (
@@ -94,14 +94,14 @@ def cell(text: object) -> str:
 
 def rows(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, Any, str, bool]]:
     """Yields (dotted name, type, default, meaning, whether a resume may change it) of each setting of a model."""
-    for name, field in typed.described(model).model_fields.items():
+    for name, field in described(model).model_fields.items():
         meaning = " ".join((field.description or "").split())
         if typed.is_section(field.annotation):
             yield from rows(typing.cast(type[BaseModel], field.annotation), f"{prefix}{name}.")
             continue
         default = field.get_default(call_default_factory=True)
         yield prefix + name, typed.type_name(field.annotation), default, meaning, FREE in field.metadata
-        for inner in dict.fromkeys(typed.models_in(field.annotation)):
+        for inner in dict.fromkeys(models_in(field.annotation)):
             mark = "[]" if "list" in str(field.annotation).lower() else ""
             yield from rows(inner, f"{prefix}{name}{mark}.")
 

@@ -12,7 +12,8 @@ import yaml
 from sklearn.datasets import load_digits
 from torch import nn
 
-from lockstep.training import parallel, sync
+from lockstep.training import sync
+from lockstep.training.parallel import world
 
 
 class Net(nn.Module):
@@ -62,7 +63,7 @@ def compare(trained, sent):
 
 
 if __name__ == "__main__":
-    with parallel.script() as me:
+    with world.script() as me:
         trained, sent = main(me)
         if me.leader:
             compare(trained, sent)

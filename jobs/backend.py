@@ -19,7 +19,7 @@ import json
 import operator
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
@@ -32,7 +32,7 @@ from lockstep.training.contract import UserError
 
 from . import records, snapshots
 from .lint import Finding, Rules, refuse
-from .manifest import Manifest, differences, to_yaml
+from .manifest import Manifest, changes, to_yaml
 from .process import Streams
 from .spec.model import JobSpec
 from .status import (
@@ -58,12 +58,6 @@ BACKENDS = {
 ALIASES = {"kubernetes": "k8s"}
 Mode = Literal["attach", "replace"]
 """Action if a job has the name: attach to the same job, or replace a finished job."""
-Lines = list[str]  # named here, because `list` is a method of every backend
-Specs = list[JobSpec]
-Sent = list[SubmitResult]
-Manifests = list[Manifest]
-Checks = list[Check]
-Findings = list[Finding]
 QUERY_SECONDS = 2.0
 """Seconds for the last query, after the end of a wait."""
 SUMMARY_LINES = 1000
@@ -87,6 +81,8 @@ class JobRecord:
     """Number of nodes; None: as many as the spec says."""
     run_dir: str | None = None
     """Run directory of the job, if this machine sees it."""
+    created: str = ""
+    """Time of the job's submission or creation, for people."""
 
     @functools.cached_property
     def spec(self) -> JobSpec:
@@ -98,9 +94,9 @@ class JobRecord:
         """Number of ranks. Raises as `spec`."""
         return (self.nodes or self.spec.nodes) * self.spec.ranks
 
-    def differences(self, spec: JobSpec) -> Lines:
+    def differences(self, spec: JobSpec) -> list[str]:
         """Returns `setting: submitted → spec` for each difference."""
-        return differences(self.spec.comparable(), spec.comparable())
+        return [*map(str, changes(self.spec.comparable(), spec.comparable()))]
 
 
 @dataclass(frozen=True)
@@ -110,8 +106,8 @@ class Submission:
     spec: JobSpec
     runs: Sequence[JobSpec] = ()
     """Elements of an array; empty for a single job."""
-    manifests: Manifests = field(default_factory=list)
-    findings: Findings = field(default_factory=list)
+    manifests: list[Manifest] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
 
 
 class Backend(abc.ABC):
@@ -170,7 +166,7 @@ class Backend(abc.ABC):
         end of each log."""
 
     @abc.abstractmethod
-    def exec(self, known: JobRecord, rank: int, command: Lines, streams: Streams) -> int:
+    def exec(self, known: JobRecord, rank: int, command: list[str], streams: Streams) -> int:
         """Runs a command on a rank's node, in its folder and with its environment. Returns the command's exit code.
 
         Raises:
@@ -183,10 +179,7 @@ class Backend(abc.ABC):
         """Ends the job, with its grace period to save."""
 
     @abc.abstractmethod
-    def list(self) -> list[JobSummary]: ...
-
-    @abc.abstractmethod
-    def preflight(self, job: Submission) -> Checks:
+    def preflight(self, job: Submission) -> list[Check]:
         """Returns the checks of a new job. The row `start` says when the job starts: `warning`, not at once; `missing`, not at all.
 
         Raises:
@@ -195,6 +188,22 @@ class Backend(abc.ABC):
         """
 
     # The flow.
+
+    def _summaries(
+        self, jobs: Iterable[JobRecord], observe: Callable[[JobRecord], Status] | None = None
+    ) -> list[JobSummary]:
+        """Returns the rows of `list`, without those of damaged records, which it warns of."""
+        rows = []
+        for known in jobs:
+            try:
+                state = (observe or self.observe)(known).state
+            except Unreachable:
+                raise
+            except UserError as error:
+                warn(str(error))
+                continue
+            rows.append(JobSummary(known.name, state, known.nodes or 1, known.created))
+        return rows
 
     @classmethod
     def at(cls, spec: JobSpec | None, **flags: str | None) -> Self:
@@ -219,7 +228,7 @@ class Backend(abc.ABC):
         """Starts the job, or attaches to the same job. Raises `UserError` if another or a finished job has the name."""
         return self._submit([spec], mode)[0]
 
-    def sweep(self, name: str, specs: Specs, mode: Mode = "attach") -> Sent:
+    def sweep(self, name: str, specs: list[JobSpec], mode: Mode = "attach") -> list[SubmitResult]:
         """Submits the runs of a sweep: as one job array, all new or all the same as before, or else one by one.
 
         Raises:
@@ -250,7 +259,7 @@ class Backend(abc.ABC):
         """Returns the submission of a job. `spec` is that of the whole array, if there are `runs`."""
         return Submission(spec, runs)
 
-    def prepared_all(self, specs: Specs) -> Sequence[Submission]:
+    def prepared_all(self, specs: list[JobSpec]) -> Sequence[Submission]:
         """Returns the submissions of a job, or of the runs of a sweep that are submitted one by one."""
         return [self.prepared(spec) for spec in specs]
 
@@ -258,7 +267,7 @@ class Backend(abc.ABC):
         """Returns the lock that is held while a job is submitted."""
         return contextlib.nullcontext() if self.lock is None else records.locked(*self.lock)
 
-    def _submit(self, specs: Specs, mode: Mode) -> Sent:
+    def _submit(self, specs: list[JobSpec], mode: Mode) -> list[SubmitResult]:
         """Decides about all jobs before it creates one."""
         if any(spec.code is not None for spec in specs):
             specs = snapshots.snapshot_all(specs)
@@ -320,7 +329,7 @@ class Backend(abc.ABC):
             )
         return known, None if status.final else status
 
-    def dry_run(self, spec: JobSpec, mode: Mode = "attach") -> Checks:
+    def dry_run(self, spec: JobSpec, mode: Mode = "attach") -> list[Check]:
         """Returns checks that say whether the job would start, when, and why not. Sends nothing. Raises `Unreachable`."""
         try:
             job = self.prepared(snapshots.resolve(spec)[0])
@@ -358,7 +367,7 @@ class Backend(abc.ABC):
         _check_rank(known, rank)
         return self.stream(known, rank, follow, last)
 
-    def execute(self, name: str, command: Lines, rank: int = 0, streams: Streams | None = None) -> int:
+    def execute(self, name: str, command: list[str], rank: int = 0, streams: Streams | None = None) -> int:
         """Runs a command on the node of a running job's rank, and returns its exit code.
 
         Raises:
@@ -433,7 +442,7 @@ class Backend(abc.ABC):
         status = self.observe(known)
         return status if status.final else self.stop(known)
 
-    def drift(self, spec: JobSpec) -> Lines:
+    def drift(self, spec: JobSpec) -> list[str]:
         """Returns `setting: submitted → now` for the job of that name."""
         return self.require(spec.name).differences(snapshots.resolve(spec)[0])
 
@@ -459,6 +468,9 @@ class Backend(abc.ABC):
                     last = event if isinstance(event, dict) and event.get("event") == "done" else last
         return last and {key: item for key, item in last.items() if key not in ("event", "time", "attempt")}
 
+    @abc.abstractmethod
+    def list(self) -> list[JobSummary]: ...  # the last method: after it, `list` in this class is no type
+
 
 class Cluster(Backend):
     """A backend that hands a manifest to a cluster. The class methods ask none: same spec, same bytes."""
@@ -468,7 +480,7 @@ class Cluster(Backend):
 
     @classmethod
     @abc.abstractmethod
-    def manifests(cls, spec: JobSpec) -> Manifests:
+    def manifests(cls, spec: JobSpec) -> list[Manifest]:
         """Returns the manifests that `lockstep render` prints, in order. Lint reads them."""
 
     @classmethod
@@ -478,7 +490,7 @@ class Cluster(Backend):
 
     @classmethod
     @abc.abstractmethod
-    def doctor(cls, spec: JobSpec | None, **place: str | None) -> Checks:
+    def doctor(cls, spec: JobSpec | None, **place: str | None) -> list[Check]:
         """Returns checks of what would keep a job from running there."""
 
     @abc.abstractmethod
@@ -486,12 +498,12 @@ class Cluster(Backend):
         """Writes the recipe's shards, or submits the job that writes them. Raises `UserError`."""
 
     @classmethod
-    def render(cls, spec: JobSpec, runs: Specs) -> str:  # noqa: ARG003 - for a backend with arrays
+    def render(cls, spec: JobSpec, runs: list[JobSpec]) -> str:  # noqa: ARG003 - for a backend with arrays
         """Returns the output of `lockstep render` for a job, or for the runs of a sweep."""
         return to_yaml([manifest for run in runs for manifest in cls.manifests(run)])
 
     @classmethod
-    def lint(cls, spec: JobSpec) -> Findings:
+    def lint(cls, spec: JobSpec) -> list[Finding]:
         """Returns the findings for a job, before its submission."""
         spec, _ = snapshots.resolve(spec)
         return cls.rules.apply(spec, cls.manifests(spec))

@@ -5,6 +5,7 @@ Rules read the *final* manifest: `patch` can replace any part of it.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from lockstep.training.contract import UserError
 
-from .manifest import Manifest, holds
+from .manifest import Change, Manifest, holds
 from .spec.model import JobSpec
 from .spec.types import Volume
 from .status import note, warn
@@ -64,11 +65,27 @@ class Subject:
 
     volumes: ClassVar[bool] = False
     """Whether the job runs in an image, and sees no folder but those of its `volumes`."""
+    taken: ClassVar[re.Pattern[str]] = re.compile("(?!)")
+    """Names of the variables that the cluster or the launcher sets."""
+    found_by: ClassVar[re.Pattern[str]] = re.compile("(?!)")
+    """Paths by which Lockstep finds a job and its nodes, and paths that must stay a mapping or a list."""
+    section: ClassVar[str] = ""
+    """The section of job.yaml with the patch of the manifest."""
+
+    @property
+    def needs_image(self) -> bool:
+        """Whether the job runs in a container."""
+        return self.volumes
 
     @property
     def image(self) -> str | None:
-        """The container image that the job runs in; None if the job runs in no image."""
-        return self.spec.image if self.volumes else None
+        """The container image of the job."""
+        return self.spec.image
+
+    @property
+    def patched(self) -> list[Change]:
+        """The changes of the patch to the rendered manifest."""
+        return []
 
     @property
     def environment(self) -> dict[str, Any]:
@@ -129,8 +146,11 @@ COMMON = Rules(Subject)
 @COMMON.rule("LJ005")
 def no_image(subject: Subject) -> Iterator[str]:
     """A container needs an image."""
-    if subject.volumes and subject.image is None:
-        yield "image is not set: add `image: registry/name@sha256:…` to the job, or pass --image (`make image-cpu` builds one)"
+    if subject.needs_image and subject.image is None:
+        yield (
+            "image is not set: add `image: registry/name@sha256:…` to the job (on SLURM slurm.image), or pass --image "
+            "(`make image-cpu` builds one)"
+        )
 
 
 @COMMON.rule("LJ006")
@@ -168,6 +188,31 @@ def live(subject: Subject) -> Iterator[str]:
     spec = subject.spec
     if spec.live and spec.config is not None and spec.config.sync.name != "exact":
         yield f"live needs sync.name exact, and the recipe has {spec.config.sync.name}: set it in overrides, or remove live"
+
+
+@COMMON.rule("LJ010")
+def injected_variables(subject: Subject) -> Iterator[str]:
+    """The cluster and the launcher set these variables; a value of yours is overridden, or breaks the job."""
+    for name in sorted(subject.environment):
+        if subject.taken.fullmatch(name):
+            yield f"env sets {name}, which the cluster or the launcher sets: remove it"
+
+
+@COMMON.rule("LJ011")
+def found_by(subject: Subject) -> Iterator[str]:
+    """A patch may not change names and labels, by which Lockstep finds a job and its nodes."""
+    for change in subject.patched:
+        if change.ours and subject.found_by.fullmatch(change.path):
+            yield (
+                f"{subject.section}.patch changes {change.path}, which Lockstep needs as it is, to find the job and its nodes: leave it out"
+            )
+
+
+@COMMON.rule("LJ012", "note")
+def changed(subject: Subject) -> Iterator[str]:
+    """A patch may open any door that the cluster leaves open, so everything that it changes is shown."""
+    for change in subject.patched:
+        yield f"{subject.section}.patch sets {change.path}: {json.dumps(change.value)[:200]}"
 
 
 def volume_of(spec: JobSpec, path: str) -> Volume | None:

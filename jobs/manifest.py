@@ -139,18 +139,22 @@ def holds(mount: str, path: str) -> bool:
 
 
 class Change(NamedTuple):
-    """A place where a patched object differs from the rendered one."""
+    """A place where two objects differ: a rendered one and a patched one, or two specs."""
 
     path: str
     """Keys with dots between them; items of a list by their name: `spec.containers[pytorch].env`."""
+    before: Any
     value: Any
-    """Value after the patch; None if the patch removed the key."""
+    """Later value; None: the key was removed."""
     ours: bool
-    """Whether the patch changed or removed a rendered value. Every value inside an addition is a separate change."""
+    """Whether an earlier value was changed or removed. Every value inside an addition is a separate change."""
+
+    def __str__(self) -> str:
+        return f"{self.path}: {_short(self.before)} → {_short(self.value)}"
 
 
 def changes(before: Any, after: Any, path: str = "") -> Iterator[Change]:
-    """Yields the changes of a patch to a rendered object, in order. Lists are compared by their items' names, or may grow at their end."""
+    """Yields the changes between two objects, in order. Lists are compared by their items' names, or may grow at their end."""
     if isinstance(before, dict) and isinstance(after, dict):
         old, new = before, after
     elif isinstance(before, list) and isinstance(after, list):
@@ -158,23 +162,23 @@ def changes(before: Any, after: Any, path: str = "") -> Iterator[Change]:
         if before and not old:
             old, new = dict(enumerate(before)), dict(enumerate(after))
         elif before and not new:  # two items have the same name; the later one counts
-            yield Change(path, after, True)
+            yield Change(path, before, after, True)
             return
         new = new or dict(enumerate(after))
     else:
         if type(before) is not type(after) or before != after:
-            yield Change(path, after, True)
+            yield Change(path, before, after, True)
         return
     for key in {**old, **new}:
         place = _place(path, key, before)
         if key not in new:
-            yield Change(place, None, True)
+            yield Change(place, old[key], None, True)
         elif key in old:
             yield from changes(old[key], new[key], place)
         elif new[key] and isinstance(new[key], (dict, list)):
             yield from changes(type(new[key])(), new[key], place)
-        else:
-            yield Change(place, new[key], False)
+        elif new[key] is not None:
+            yield Change(place, None, new[key], False)
 
 
 def _place(path: str, key: Any, holder: Any) -> str:
@@ -188,16 +192,6 @@ def _named(items: list[Any]) -> dict[Any, Any]:
     names = [item.get("mountPath", item.get("name")) if isinstance(item, dict) else None for item in items]
     named = all(isinstance(name, str) for name in names) and len(set(names)) == len(names)
     return dict(zip(names, items)) if named else {}
-
-
-def differences(old: Any, new: Any, prefix: str = "") -> list[str]:
-    """Returns `name: old → new` for each place where two plain values differ."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        lines = []
-        for key in sorted({*old, *new}, key=str):
-            lines += differences(old.get(key), new.get(key), f"{prefix}.{key}" if prefix else str(key))
-        return lines
-    return [] if old == new else [f"{prefix}: {_short(old)} → {_short(new)}"]
 
 
 def _short(value: Any) -> str:

@@ -13,6 +13,11 @@ from types import FrameType
 
 from lockstep.training.contract import UserError
 
+
+def signal_name(number: int) -> str:
+    return signal.Signals(number).name if number in signal.valid_signals() else f"signal {number}"
+
+
 FORWARDED = (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP)
 OF_THE_TERMINAL = (signal.SIGINT, signal.SIGQUIT)
 """Signals that the kernel sends to all processes in a terminal's foreground. If they were forwarded, the program would get them twice."""

@@ -55,12 +55,9 @@ def expand(spec: JobSpec, values: dict[str, list[Any]]) -> list[JobSpec]:
     for index, combination in enumerate(itertools.product(*values.values())):
         changed = dict(zip(values, combination))
         # The last part of the path is the run's name in metrics, so it must differ between sweeps.
-        run_dir = str(Path(spec.run_dir) / f"{spec.name}-{index}") if spec.run_dir else None
-        own = {
-            "name": f"{spec.name}-{index}",
-            "overrides": {**spec.overrides, **changed},
-            **({"run_dir": run_dir} if run_dir else {}),
-        }
+        own: dict[str, Any] = {"name": f"{spec.name}-{index}", "overrides": {**spec.overrides, **changed}}
+        if spec.run_dir:
+            own["run_dir"] = str(Path(spec.run_dir) / own["name"])
         text = ", ".join(f"{name}={value}" for name, value in changed.items())
         specs.append(JobSpec.of({**plain, **own}, f"the sweep's {text}"))
     return specs
@@ -97,33 +94,21 @@ def submit_and_tell(
 def _to_the_end(backend: Backend, runs: dict[str, dict[str, Any]], seconds: float, as_json: bool) -> int:
     """Waits for the runs and prints their table. `runs`: name of a run → its changed settings. Returns the exit code of the worst run."""
     deadline = time.monotonic() + seconds
-    statuses = {
-        name: backend.wait(name, max(0.0, deadline - time.monotonic()), progress_printer(name)) for name in runs
-    }
-    reached = {name: _summary(backend, name, status) for name, status in statuses.items()}
-    logged = {name: _logged(summary) for name, summary in reached.items()}
-    plain = [
-        {
-            "name": name, **changed, "state": statuses[name].state, "exit_code": statuses[name].exit_code,
-            **{metric: reached[name].get(metric) for metric in METRICS}, "logged": logged[name],
-        }
-        for name, changed in runs.items()
-    ]  # fmt: skip
-    metrics = [metric for metric in METRICS if any(values.get(metric) is not None for values in reached.values())]
-    own = list(dict.fromkeys(itertools.chain.from_iterable(logged.values())))[:MAX_LOGGED]
-    head = ("name", *next(iter(runs.values())), "state", "exit", *own, *metrics)
-    rows = [
-        (
-            name, *changed.values(), statuses[name].state, statuses[name].exit_code, *map(logged[name].get, own),
-            *map(reached[name].get, metrics),
-        )
-        for name, changed in runs.items()
-    ]  # fmt: skip
-    answer(as_json, plain, columns(tuple(text.upper() for text in head), [tuple(map(_cell, row)) for row in rows]))
-    return min(
-        (EXIT_TIMED_OUT if status.unfinished else status.code for status in statuses.values()),
-        key=EXIT_PRECEDENCE.index,
-    )
+    codes, plain = list[int](), list[dict[str, Any]]()
+    for name, changed in runs.items():
+        status = backend.wait(name, max(0.0, deadline - time.monotonic()), progress_printer(name))
+        codes.append(EXIT_TIMED_OUT if status.unfinished else status.code)
+        summary = _summary(backend, name, status)
+        reached = {metric: summary.get(metric) for metric in METRICS}
+        ended = {"state": status.state, "exit_code": status.exit_code}
+        plain.append({"name": name, **changed, **ended, **reached, "logged": _logged(summary)})
+    metrics = [metric for metric in METRICS if any(run[metric] is not None for run in plain)]
+    logged = list(dict.fromkeys(name for run in plain for name in run["logged"]))[:MAX_LOGGED]
+    about = ("name", *next(iter(runs.values())), "state", "exit_code")
+    rows = [(*map(run.get, about), *map(run["logged"].get, logged), *map(run.get, metrics)) for run in plain]
+    head = tuple(name.upper() for name in (*about[:-1], "exit", *logged, *metrics))
+    answer(as_json, plain, columns(head, [tuple(map(_cell, row)) for row in rows]))
+    return min(codes, key=EXIT_PRECEDENCE.index)
 
 
 def _summary(backend: Backend, name: str, status: Status) -> dict[str, Any]:

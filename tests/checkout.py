@@ -12,12 +12,12 @@ from tests.processes import PYTHON, ROOT, clean_env
 
 
 def sources() -> list[str]:
-    """Names of what git keeps of this repository, or would keep; where there is no history, of the files as they lie."""
+    """Returns the names of the files that git tracks or would track; without a history, of all files."""
     git = ["git", "-c", f"safe.directory={ROOT}", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=False).stdout.split("\0")
     if len(names) < 100:
-        found = [path.relative_to(ROOT) for path in ROOT.rglob("*")]
-        names = [str(path) for path in found if not {"__pycache__", ".venv"} & set(path.parts)]
+        paths = [path.relative_to(ROOT) for path in ROOT.rglob("*")]
+        names = [str(path) for path in paths if not {"__pycache__", ".venv"} & set(path.parts)]
     return sorted(name for name in names if (ROOT / name).is_file() or (ROOT / name).is_symlink())
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 Undisturbed: TypeAlias = Callable[..., "dict[str, torch.Tensor]"]
-"""`undisturbed(ranks, strategy="flat")`: every tensor of the last checkpoint of a run that nothing happened to."""
+"""`undisturbed(ranks, strategy="flat")`: every tensor of the last checkpoint of an undisturbed run."""
 
 hypothesis.settings.register_profile("lockstep", deadline=None, derandomize=bool(os.environ.get("CI")), database=None)
 hypothesis.settings.load_profile("lockstep")
@@ -40,8 +40,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, data_root: Path) -> Un
     def state(ranks: int, strategy: str = "flat") -> dict[str, torch.Tensor]:
         changes = {"sync.name": strategy, **LOSSY_START.get(strategy, {})}
         job = Job(tmp_path_factory.mktemp("undisturbed") / "run", data_root, ranks, **changes)
-        done = job.go()
-        assert done.code == 0, done.output
+        result = job.go()
+        assert result.code == 0, result.output
         return tensors(job.run_dir)
 
     return state
@@ -54,18 +54,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _temporary(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What killed processes leave in their temporary folder goes with the session's."""
+    """The session's end removes the temporary files of killed processes."""
     os.environ["TMPDIR"] = str(tmp_path_factory.mktemp("tmp"))
 
 
 @pytest.fixture(autouse=True)
 def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests see the environment of a laptop, wherever they run."""
-    kept = clean_env()
+    env = clean_env()
     for name in list(os.environ):
-        if name not in kept:
+        if name not in env:
             monkeypatch.delenv(name)
-    monkeypatch.setenv("LOCKSTEP_METRICS_PORT", kept["LOCKSTEP_METRICS_PORT"])
+    monkeypatch.setenv("LOCKSTEP_METRICS_PORT", env["LOCKSTEP_METRICS_PORT"])
 
 
 @pytest.fixture(scope="session")

@@ -27,8 +27,8 @@ NO_INDEX = re.compile(
 
 def project() -> dict[str, Any]:
     """The table `project` of pyproject.toml."""
-    found: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    return found
+    table: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return table
 
 
 def declared(extra: str | None = None) -> set[str]:
@@ -38,18 +38,20 @@ def declared(extra: str | None = None) -> set[str]:
 
 
 def closure(names: set[str]) -> set[str]:
-    """Those distributions, and all that they depend on."""
-    seen: set[tuple[str, str]] = set()
+    """Returns these distributions and all that they depend on."""
+    visited: set[tuple[str, str]] = set()
     open_ = {(name, "") for name in names}
     while open_:
         name, extra = open_.pop()
-        seen.add((name, extra))
+        visited.add((name, extra))
         for text in importlib.metadata.requires(name) or []:
-            wanted = Requirement(text)
-            if wanted.marker is None or wanted.marker.evaluate({"extra": extra}):
-                # Of an extra, too: torch names cuda-toolkit[cudart,…].
-                open_ |= {(canonicalize_name(wanted.name), one) for one in ("", *wanted.extras)} - seen
-    return {name for name, _ in seen}
+            requirement = Requirement(text)
+            if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+                # With its extras: torch requires cuda-toolkit[cudart,…].
+                open_ |= {
+                    (canonicalize_name(requirement.name), option) for option in ("", *requirement.extras)
+                } - visited
+    return {name for name, _ in visited}
 
 
 def linked(folder: Path, names: set[str]) -> Path:
@@ -65,15 +67,15 @@ def linked(folder: Path, names: set[str]) -> Path:
 
 
 def uv(*words: str, cwd: Path = ROOT) -> str:
-    """What uv says. Skips the test where no index is in reach and uv's cache does not have all packages."""
+    """Returns uv's output. Skips the test if no index is in reach and uv's cache lacks a package."""
     command = [PYTHON, "-m", "uv", "--no-progress", *words]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=300, check=False)
-    if done.returncode and NO_INDEX.search(done.stderr):
-        problem = done.stderr
-        done = subprocess.run(
+    result = subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=300, check=False)
+    if result.returncode and NO_INDEX.search(result.stderr):
+        problem = result.stderr
+        result = subprocess.run(
             [*command, "--offline"], capture_output=True, text=True, cwd=cwd, timeout=300, check=False
         )
-        told = f"packages cannot be installed, no package index is in reach: {problem.strip()[-300:]}"
-        require(done.returncode == 0, told)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+        reason = f"packages cannot be installed, no package index is in reach: {problem.strip()[-300:]}"
+        require(result.returncode == 0, reason)
+    assert result.returncode == 0, result.stderr
+    return result.stdout

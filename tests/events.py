@@ -1,4 +1,4 @@
-"""Reads a run's events.jsonl, also while the run is writing, its summary.json and its time.jsonl."""
+"""Reads a run's events.jsonl, also while the run is writing, its summary.json, its status.json and its time.jsonl."""
 
 from __future__ import annotations
 
@@ -11,20 +11,32 @@ import pytest
 from tests import product
 
 STARTED_SECONDS = 0.5
-"""Until a launcher that is started has begun."""
+"""Seconds that a launcher takes to start."""
 
 
 def events(run_dir: Path, *kinds: str) -> list[dict[str, Any]]:
-    """The events of these kinds, of all without one. A line without its end is being written, and is left for later."""
+    """Returns the events of these kinds; of all kinds without one. Skips a last line that is still being written."""
     path = run_dir / "events.jsonl"
     text = path.read_text() if path.exists() else ""
-    found = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
-    return [event for event in found if not kinds or event["event"] in kinds]
+    entries = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    return [event for event in entries if not kinds or event["event"] in kinds]
+
+
+def summary_of(run_dir: Path) -> dict[str, Any]:
+    """Returns the summary that a run writes at its end."""
+    summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
+    return summary
+
+
+def status_of(run_dir: Path) -> dict[str, Any]:
+    """Returns a run's status."""
+    status: dict[str, Any] = json.loads((run_dir / "status.json").read_text())
+    return status
 
 
 def weights_digest(run_dir: Path) -> str:
-    """The sha256 of the weights at the end of a run."""
-    return str(json.loads((run_dir / "summary.json").read_text())["weights_sha256"])
+    """Returns the sha256 of the weights at the end of a run."""
+    return str(summary_of(run_dir)["weights_sha256"])
 
 
 def assert_adds_up(run_dir: Path, began: float | None = None) -> None:

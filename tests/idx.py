@@ -16,7 +16,7 @@ def write_fashion(folder: Path, n: int, n_test: int, patterned: bool = False) ->
     """Four files of random images, or of one bright bar a class. Returns the training images and labels."""
     folder.mkdir(parents=True, exist_ok=True)
     generator = np.random.default_rng(0)
-    made = []
+    splits = []
     for split, count in (("train", n), ("t10k", n_test)):
         labels = np.arange(count) % 10
         images = generator.integers(0, 60 if patterned else 256, (count, 28, 28))
@@ -25,5 +25,5 @@ def write_fashion(folder: Path, n: int, n_test: int, patterned: bool = False) ->
                 image[:, 2 * label + 4 : 2 * label + 6] += 180
         write_idx(folder / f"{split}-images-idx3-ubyte", images)
         write_idx(folder / f"{split}-labels-idx1-ubyte", labels)
-        made.append((images, labels))
-    return made[0]
+        splits.append((images, labels))
+    return splits[0]

@@ -1,4 +1,4 @@
-"""Who imports whom, read from the source."""
+"""Reads from the source which module imports which."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SHARED = tuple(
     f"lockstep.training.{name}"
     for name in ("contract", "bucket", "config", "config.settings", "files", "extras", "cli")
 )
-"""What `jobs` may import of `training`: the part that needs no torch."""
+"""Modules of `training` that `jobs` may import: they need no torch."""
 
 
 def modules(package: str) -> dict[str, Path]:
@@ -29,7 +29,7 @@ PACKAGES = ("training", "jobs", "tools", "torture", "wire")
 
 
 def all_modules() -> dict[str, Path]:
-    """Those of all packages of ours."""
+    """Returns the modules of all our packages."""
     return {name: path for package in PACKAGES for name, path in modules(package).items()}
 
 
@@ -43,8 +43,8 @@ def imported(tree: ast.AST, known: dict[str, Path], package: str = "", types: bo
     for node in ast.iter_child_nodes(tree):
         for_types = isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
         if isinstance(node, ast.If) and for_types and not types:
-            for other in node.orelse:
-                yield from imported(other, known, package)
+            for branch in node.orelse:
+                yield from imported(branch, known, package)
         elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -67,6 +67,6 @@ def graph(types: bool = False) -> dict[str, set[str]]:
     """Each module of ours, and those of ours that it imports, in functions too. Arguments as in `imported`."""
     known = all_modules()
     return {
-        name: {other for other in imports_of(name, path, known, types) if other in known and other != name}
+        name: {target for target in imports_of(name, path, known, types) if target in known and target != name}
         for name, path in known.items()
     }

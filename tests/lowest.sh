@@ -15,7 +15,4 @@ uv pip install -q --resolution lowest-direct -r pyproject.toml "${extras[@]}"
 uv pip freeze | tee "$scratch/lowest.txt"
 uv pip install -q --constraints "$scratch/lowest.txt" 'pytest>=8.0' 'pytest-xdist>=3.7' 'hypothesis>=6.100' \
   'kubernetes-validate>=1.30' 'jsonschema>=4.20' packaging
-# One trains, and one is about times.
-"$scratch/venv/bin/python" -m pytest -q -n 2 --dist loadscope -p no:cacheprovider -m 'not containers' \
-  --deselect tests/jobs/test_jobs_cli.py::test_python_is_a_driver_too \
-  --deselect tests/jobs/test_jobs_cli.py::test_answers_come_at_once "$@"
+"$scratch/venv/bin/python" -m pytest -q -n 2 --dist loadscope -p no:cacheprovider -m 'not containers' "$@"

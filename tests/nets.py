@@ -60,7 +60,7 @@ class Tied(NormedConv):
 
 
 class _Fated:
-    """Runs into what `LOCKSTEP_TEST_FATE` says: `rank:n:what`, e.g. `1:7:KILL` in rank 1's 7th training forward pass.
+    """Does what `LOCKSTEP_TEST_FATE` names: `rank:n:what`, e.g. `1:7:KILL` in rank 1's 7th training forward pass.
 
     A negative n counts the passes of evaluation.
     """
@@ -107,11 +107,11 @@ def watch_writes() -> None:
     if not fate:
         return
     number, what = fate.split(":")
-    touched = [0]
+    touches = [0]
 
     def watched(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
-            touched[0] += 1
+            touches[0] += 1
             if what == "HANG" and threading.current_thread().name.startswith("checkpoint"):
                 time.sleep(
                     3600
@@ -119,9 +119,9 @@ def watch_writes() -> None:
             elif what == "REFUSE" and threading.current_thread().name.startswith("checkpoint"):
                 raise TimeoutError(errno.ETIMEDOUT, "Connection timed out")  # what a network disk says
             elif what == "HANGALL":  # every fsync of the process from that touch on, from any thread
-                if function.__name__ == "fsync" and touched[0] >= int(number):
+                if function.__name__ == "fsync" and touches[0] >= int(number):
                     time.sleep(3600)
-            elif touched[0] == int(number) and not _happened_before():
+            elif touches[0] == int(number) and not _happened_before():
                 os.kill(os.getpid(), getattr(signal, f"SIG{what}"))
             return function(*args)
 
@@ -143,9 +143,7 @@ def meet_fate(passes: int, model: Any, x: torch.Tensor) -> torch.Tensor:
         raise ArithmeticError("this rank was told to fail")
     if what == "DELAY":
         time.sleep(3)
-    elif (
-        what == "DRIFT"
-    ):  # this rank's copy goes its own way, as bad memory or a gradient that was not summed would have it
+    elif what == "DRIFT":  # this rank's weights diverge, as after a memory error or an unsummed gradient
         with torch.no_grad():
             model.head.bias[0] += 1e-3
     elif what == "NAN":  # poisons this rank's gradient of one parameter, from here on
@@ -153,7 +151,7 @@ def meet_fate(passes: int, model: Any, x: torch.Tensor) -> torch.Tensor:
     elif what == "NANWEIGHT":  # as an update that overflowed
         with torch.no_grad():
             model.head.bias[0] = float("nan")
-    elif what == "NANINPUT":  # and here what the batch statistics and the loss are made of
+    elif what == "NANINPUT":  # the batch statistics and the loss become NaN, too
         return x * float("nan")
     elif what == "HOLD":
         hold_until_signalled(Path(os.environ["LOCKSTEP_TEST_HELD"]))
@@ -181,13 +179,13 @@ def meet_fate(passes: int, model: Any, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def hold_until_signalled(said: Path, bound: float = 600.0) -> None:
-    """Stands still until this process has got a signal, so that none comes too late; the file says that it does."""
+def hold_until_signalled(flag: Path, bound: float = 600.0) -> None:
+    """Waits until this process gets a signal, so that none comes too late. Touches the file `flag` first."""
     signalled = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         if callable(before := signal.getsignal(number)):
             signal.signal(number, lambda n, frame, before=before: (signalled.append(n), before(n, frame)))
-    said.touch()
+    flag.touch()
     deadline = time.monotonic() + bound
     while not signalled and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -225,14 +223,14 @@ class Held(SmallConv):
     """
 
     SECONDS = 600.0
-    passes = said = 0
-    asked = False
+    passes = held_at = 0
+    signalled = False
 
     def __init__(self, num_classes: int = 10, width: int = 8) -> None:
         super().__init__(num_classes, width)
         self.file = os.environ.get("LOCKSTEP_TEST_HOLD", "")
-        Held.passes = Held.said = 0
-        Held.asked = False
+        Held.passes = Held.held_at = 0
+        Held.signalled = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         Held.passes += self.training
@@ -243,19 +241,19 @@ class Held(SmallConv):
         return super().forward(x)
 
     def _listen(self) -> None:
-        """Works next to the run's own handling: its thread reads of every signal in a pipe, whichever handler is set."""
+        """Leaves the run's handling alone: its thread reads every signal from a pipe, whichever handler is set."""
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
             if callable(signal.getsignal(number)):
                 signal.signal(number, self._let_go)
 
     def _let_go(self, *_: Any) -> None:
-        Held.asked = True
+        Held.signalled = True
 
     def _hold(self) -> None:
         deadline = time.monotonic() + self.SECONDS
-        while not self.asked and self.passes >= self._last_pass():
-            if self.said != self.passes:
-                Held.said = self.passes
+        while not self.signalled and self.passes >= self._last_pass():
+            if self.held_at != self.passes:
+                Held.held_at = self.passes
                 with open(f"{self.file}.held", "w") as held:
                     held.write(str(self.passes))
             if time.monotonic() > deadline:

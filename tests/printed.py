@@ -1,4 +1,4 @@
-"""The commands and the files that README and the tutorials print, in the order of the page, and who types them.
+"""The commands and the files that README and the tutorials print, in the order of the page, and a reader that runs them.
 
 A comment that begins with brackets names what the commands below it need, up to the next comment: (on SLURM), (minutes), …
 A command that ends with a backslash continues on the next line. A block with a title is a file, which the commands use.
@@ -23,7 +23,7 @@ NEEDS = {
     "needs the internet": "",
     "needs the CUDA image": "",
 }
-"""What stands in brackets → the test that runs these commands, or "" where none does."""
+"""Text in brackets → the test that runs these commands, or "" without one."""
 _BLOCK = re.compile(r'^```(\w*)(?: title="([^"\n]+)")?\n(.*?)^```$', re.DOTALL | re.MULTILINE)
 
 
@@ -38,39 +38,39 @@ class Block:
     @property
     def commands(self) -> list[tuple[str, str]]:
         """(command, its need or "") of each line of a shell block."""
-        found, need = [], ""
+        commands, need = [], ""
         for line in re.sub(r"\\\n\s*", "", self.text).splitlines() if self.language == "sh" else ():
             if line.startswith("#"):
-                named = re.match(r"# \((.+?)\)", line)
-                need = named[1] if named else ""
+                match = re.match(r"# \((.+?)\)", line)
+                need = match[1] if match else ""
             elif line.strip():
-                found.append((line.strip(), need))
-        return found
+                commands.append((line.strip(), need))
+        return commands
 
 
 def blocks(page: str) -> list[Block]:
     """Every code block of a page."""
-    return [Block(*found) for found in _BLOCK.findall((ROOT / page).read_text(encoding="utf-8"))]
+    return [Block(*fields) for fields in _BLOCK.findall((ROOT / page).read_text(encoding="utf-8"))]
 
 
 def programs(page: str) -> list[str]:
-    """The Python blocks of any page that are whole programs: these begin with their imports."""
-    found = [block for block in blocks(page) if block.language == "python" and not block.title]
-    return [block.text for block in found if block.text.startswith(("import ", "from "))]
+    """Returns a page's Python blocks that are whole programs: they begin with their imports."""
+    candidates = [block for block in blocks(page) if block.language == "python" and not block.title]
+    return [block.text for block in candidates if block.text.startswith(("import ", "from "))]
 
 
 def marked(need: str, page: str) -> list[str]:
-    """The commands of a page that have this need."""
+    """Returns the commands of a page that have this need."""
     return [command for block in blocks(page) for command, why in block.commands if why == need]
 
 
 def pages(need: str) -> list[str]:
-    """Those that have such commands."""
+    """Returns the pages that have such commands."""
     return [page for page in PAGES if marked(need, page)]
 
 
 class Reader:
-    """Who types what a page prints, in its order, in a folder with the page's files."""
+    """Runs the commands of a page in order, in a folder with the page's files."""
 
     NEED = ""
     BOUND = 180
@@ -79,21 +79,21 @@ class Reader:
         self.folder, self.env = folder, env
 
     def own(self, text: str) -> str:
-        """A command, or a file, but for what differs here."""
+        """Returns a command or a file with the parts replaced that differ here."""
         return text
 
     def before(self, command: str) -> None:
-        """What has to be done, or waited for, first."""
+        """Prepares a command, or waits until it can run."""
 
     def run(self, command: str) -> Result:
         return run(["/bin/bash", "-c", command], self.env, timeout=self.BOUND, cwd=self.folder)
 
     def after(self, command: str, done: Result) -> None:
-        """What is asserted of a command."""
+        """Checks a command's result."""
         assert done.code == 0, f"{command}\n{done.output}"
 
     def reads(self, page: str) -> None:
-        """The page from its first to its last command. Those with a need use the folders that the others make."""
+        """Runs the page from its first to its last command. Commands with a need use the folders of the others."""
         for block in blocks(page):
             if block.title:
                 (self.folder / block.title).parent.mkdir(parents=True, exist_ok=True)

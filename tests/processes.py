@@ -1,10 +1,11 @@
-"""Real processes for tests: started in a group of their own, bounded, and gone afterwards whatever happens."""
+"""Real processes for tests: each has a new process group and a time limit, and is killed at the end."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -18,14 +19,15 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PYTHON = sys.executable
+LOCKSTEP = str(Path(PYTHON).parent / "lockstep")
 LAUNCH = (PYTHON, "-m", "lockstep.training", "launch")
 EXCHANGE = """
 import ctypes, random, sys, time
 libc = ctypes.CDLL(None, use_errno=True)
-one, other = (name.encode() for name in sys.argv[1:])
+first, second = (name.encode() for name in sys.argv[1:])
 print("ready", flush=True)
 while True:
-    libc.renameat2(-100, one, -100, other, 2)
+    libc.renameat2(-100, first, -100, second, 2)
     time.sleep(random.uniform(0, 0.001))
 """
 """A program that exchanges two names in a folder until it is killed; it says "ready" first. Linux only."""
@@ -35,10 +37,10 @@ def clean_env(**extra: str) -> dict[str, str]:
     """This process's environment without what a launcher or a cluster may have set."""
     prefixes = ("SLURM_", "OMPI_", "PMI_", "PET_", "TORCHELASTIC_", "LOCKSTEP_")
     names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"}
-    names |= {"PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"}  # what they hide is there on a laptop
-    kept = {k: v for k, v in os.environ.items() if k not in names and not k.startswith(prefixes)}
+    names |= {"PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"}  # a laptop does not set them
+    variables = {k: v for k, v in os.environ.items() if k not in names and not k.startswith(prefixes)}
     return {
-        **kept, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "default", "CUDA_VISIBLE_DEVICES": "",
+        **variables, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "default", "CUDA_VISIBLE_DEVICES": "",
         "LOCKSTEP_METRICS_PORT": "0",  # any free one: other tests may run on this machine
         "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin while they wait take the cores from those they wait for
         **extra,
@@ -62,11 +64,27 @@ def processes() -> Iterator[tuple[int, str, int, int]]:
 
 def inside(folder: Path) -> list[int]:
     """Returns the processes whose current folder it is."""
-    found = []
+    pids = []
     for pid, state, _, _ in processes():
         with contextlib.suppress(OSError):
-            found += [pid] if state != "Z" and os.readlink(f"/proc/{pid}/cwd") == str(folder) else []
-    return found
+            pids += [pid] if state != "Z" and os.readlink(f"/proc/{pid}/cwd") == str(folder) else []
+    return pids
+
+
+def rank_of(pid: int) -> int | None:
+    """Returns the rank that a launcher gave a process, None of another process."""
+    with contextlib.suppress(OSError):
+        words = Path(f"/proc/{pid}/environ").read_bytes()
+        words += Path(f"/proc/{pid}/comm").read_bytes()  # of a forked rank: tests/warm/launcher.py
+        if (match := re.search(rb"(?:^|\0)RANK=(\d+)[\0\n]", words)) is not None:
+            return int(match[1])
+    return None
+
+
+def ranks_of(launcher: int) -> dict[int, int]:
+    """Returns rank → process, of a launcher's ranks that live."""
+    children = [pid for pid, state, parent, _ in processes() if parent == launcher and state != "Z"]
+    return {rank: pid for pid in children if (rank := rank_of(pid)) is not None}
 
 
 def kill_inside(folder: Path) -> None:
@@ -144,7 +162,7 @@ def hear_of_the_terminal() -> None:
 
 
 def _kill_family(pid: int) -> None:
-    """The process, its group, and its descendants: torchrun's ranks are in sessions of their own."""
+    """Kills the process, its group and its descendants: torchrun starts each rank in a new session."""
     children: dict[int, list[int]] = {}
     for child, _, parent, _ in processes():
         children.setdefault(parent, []).append(child)

@@ -26,7 +26,7 @@ def _promises(node: ast.expr) -> list[str]:
 
 def holders() -> dict[str, list[str]]:
     """Returns promise → its tests: `folder/file.py` for a file, `folder/file.py::test_name` for a function."""
-    found: dict[str, list[str]] = {}
+    tests: dict[str, list[str]] = {}
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         place = str(path.relative_to(ROOT / "tests"))
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
@@ -38,19 +38,19 @@ def holders() -> dict[str, list[str]]:
             else:
                 continue
             for mark in marks:
-                found.setdefault(mark, []).append(name)
-    return found
+                tests.setdefault(mark, []).append(name)
+    return tests
 
 
 def promised() -> dict[str, str]:
     """Returns promise → its sentence on the page. A line of the list begins with its names, each in backquotes."""
     page = PAGE.read_text(encoding="utf-8").partition("\n## Promised\n")[2].partition("\n## ")[0]
-    found = {}
+    sentences = {}
     for names, sentence in re.findall(
         r"^- ((?:`[a-z0-9-]+`[,;]\s+)*`[a-z0-9-]+`):\s+(.+?)(?=\n- |\n\n|\Z)", page, re.M | re.S
     ):
-        found |= dict.fromkeys(re.findall(r"`(.+?)`", names), " ".join(sentence.split()))
-    return found
+        sentences |= dict.fromkeys(re.findall(r"`(.+?)`", names), " ".join(sentence.split()))
+    return sentences
 
 
 def main(names: list[str]) -> int:

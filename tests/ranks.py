@@ -1,4 +1,4 @@
-"""Where tests start ranks: forked ones (milliseconds), and gangs under the real launcher, for what is about the launcher."""
+"""Starts ranks for tests: forked ones (milliseconds), or ranks of the real launcher for tests of the launcher."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ main(sys.argv[1:])
 
 
 def on_ranks(function: Callable[..., Any], size: int, *args: Any, timeout: float = 240) -> list[Any]:
-    """What `function(world, *args)` returned on each of several ranks that have joined. Any rank's error fails the test."""
+    """Returns the value of `function(world, *args)` on each of several ranks that have joined. Any rank's error fails the test."""
     with tempfile.TemporaryDirectory() as folder:
         call = Path(folder) / "call"
         call.write_bytes(pickle.dumps(partial(_rank, function, folder, args)))
         with running([["--call", str(call)]] * size) as started:
-            done = started.wait(timeout)
-        assert done.code == 0, done.output
+            result = started.wait(timeout)
+        assert result.code == 0, result.output
         return [pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(size)]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from tests import product
-from tests.processes import LAUNCH, Result, assert_none_inside, clean_env, inside, poll, run
+from tests.processes import LAUNCH, Result, assert_none_inside, clean_env, inside, poll, rank_of, run
 from tests.ranks import launching
 from tests.warm.gang import GRACE, Gang, running
 
@@ -56,10 +56,10 @@ class Job:
     def go(self, timeout: float = 240, grace: float = GRACE, **fate: str) -> Result:
         """One start of forked ranks, to its end; none of them leaves a process behind."""
         with self.started(grace, **fate) as gang:
-            done = gang.wait(timeout)
+            result = gang.wait(timeout)
             poll(lambda: not gang.pids(), what="the end of every process")
-        self._assert_clean(done)
-        return done
+        self._assert_clean(result)
+        return result
 
     @contextlib.contextmanager
     def launched(self, *launch: str, **fate: str) -> Iterator[Gang]:
@@ -73,23 +73,17 @@ class Job:
 
     def launch(self, *launch: str, timeout: float = 240, **fate: str) -> Result:
         """One start under the launcher, from a shell, to its end; afterwards nothing of it may be left."""
-        done = run(self.command(*launch), self.env(**fate), timeout, self.run_dir.parent)
+        result = run(self.command(*launch), self.env(**fate), timeout, self.run_dir.parent)
         assert_none_inside(self.run_dir.parent)
-        self._assert_clean(done)
-        return done
+        self._assert_clean(result)
+        return result
 
-    def _assert_clean(self, done: Result) -> None:
-        if done.code == 0:  # whatever an earlier, killed start left behind is cleaned up
+    def _assert_clean(self, result: Result) -> None:
+        if result.code == 0:  # the files of an earlier, killed start are removed
             assert {path.name for path in self.run_dir.glob("**/.*")} <= {".lock"}
 
     def rank_pid(self, rank: int) -> int | None:
-        for pid in inside(self.run_dir.parent):
-            try:
-                if f"\0RANK={rank}\0".encode() in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
-                    return pid
-            except OSError:
-                continue
-        return None
+        return next((pid for pid in inside(self.run_dir.parent) if rank_of(pid) == rank), None)
 
     def steps(self) -> list[int]:
         """The steps of the checkpoints that verify, newest first."""
@@ -97,12 +91,12 @@ class Job:
 
 
 def tensors(run_dir: Path, step: int = FINAL) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint by its place: weights, averages, moments, buffers, generators, a strategy's memory."""
-    found: dict[str, torch.Tensor] = {}
+    """Returns every tensor of a checkpoint by its place: weights, averages, moments, buffers, generators, a strategy's memory."""
+    by_place: dict[str, torch.Tensor] = {}
 
     def walk(value: object, place: str) -> None:
         if isinstance(value, torch.Tensor):
-            found[place] = value
+            by_place[place] = value
         elif isinstance(value, dict):
             for name, inner in value.items():
                 walk(inner, f"{place}.{name}")
@@ -111,11 +105,11 @@ def tensors(run_dir: Path, step: int = FINAL) -> dict[str, torch.Tensor]:
                 walk(inner, f"{place}.{number}")
 
     walk(product.checkpoint(run_dir / "checkpoints" / f"step-{step:08d}"), "")
-    return found
+    return by_place
 
 
 def assert_same(run_dir: Path, undisturbed: dict[str, torch.Tensor]) -> None:
-    """Bit for bit, in everything that is saved."""
-    found = tensors(run_dir)
-    assert found.keys() == undisturbed.keys() and found
-    assert [name for name in found if not torch.equal(found[name], undisturbed[name])] == []
+    """Asserts that everything in the last checkpoint is equal bit for bit."""
+    actual = tensors(run_dir)
+    assert actual.keys() == undisturbed.keys() and actual
+    assert [name for name in actual if not torch.equal(actual[name], undisturbed[name])] == []

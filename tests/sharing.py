@@ -17,7 +17,7 @@ from tests.processes import ROOT
 
 @cache
 def _shares(file: str) -> bool:
-    """Whether the file, by its path from the root of the project, has a fixture for all its tests."""
+    """Returns whether the file, by its path from the root of the project, has a fixture for all its tests."""
     return 'scope="module"' in (ROOT / file).read_text(encoding="utf-8")
 
 

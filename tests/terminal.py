@@ -1,4 +1,4 @@
-"""Runs a command in its own terminal."""
+"""Runs a command in a new terminal."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from tests.processes import hear_of_the_terminal
 
 SIZE = (33, 77)
 """Lines and columns at the beginning."""
+TRAPS = "trap 'echo got; exit 5' INT; echo ready; while :; do sleep 0.05; done"
+"""A program of a shell that says when it is ready, and what it does at an interrupt."""
 
 
 @contextlib.contextmanager
 def at_a_terminal(
     command: Sequence[str], env: dict[str, str] | None = None
 ) -> Iterator[tuple[subprocess.Popen[bytes], int, int]]:
-    """The process, and both ends of its terminal: the person's, and its own."""
+    """Yields the process and both ends of its terminal: the user's, then the program's."""
     ours, theirs = pty.openpty()
     resize(theirs, *SIZE)
     process = subprocess.Popen(
@@ -45,23 +47,23 @@ def _at_its_terminal() -> None:
 
 
 def resize(fd: int, lines: int, columns: int) -> None:
-    """Of a terminal, by either end; the kernel tells its foreground."""
+    """Resizes a terminal, by either end; the kernel signals the foreground process."""
     fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
 
 
 def until_shown(fd: int, what: bytes, bound: float) -> bytes:
-    """What a terminal shows until `what` is there, within `bound` seconds."""
-    shown, deadline = b"", time.monotonic() + bound
-    while what not in shown:
-        assert time.monotonic() < deadline, shown
+    """Returns a terminal's output until `what` is there, within `bound` seconds."""
+    output, deadline = b"", time.monotonic() + bound
+    while what not in output:
+        assert time.monotonic() < deadline, output
         if select.select([fd], [], [], 0.1)[0]:
-            shown += os.read(fd, 1 << 12)
-    return shown
+            output += os.read(fd, 1 << 12)
+    return output
 
 
 def drained(fd: int) -> bytes:
-    """What it has shown since."""
-    shown = b""
+    """Returns the output since the last read."""
+    output = b""
     while select.select([fd], [], [], 0.1)[0]:
-        shown += os.read(fd, 1 << 12)
-    return shown
+        output += os.read(fd, 1 << 12)
+    return output

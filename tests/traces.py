@@ -112,13 +112,13 @@ def commands(folder: Path) -> None:
             "slurm": ("status-0", "status", "slurm", "mine"),
         }.items():
             env = clean_env(TRACES=str(folder), KUBECONFIG=config, **site.env)
-            done = run([PYTHON, str(command), package, *words], env)
-            if done.code:
-                raise RuntimeError(f"{words[0]}: exit code {done.code}: {done.output}")
+            result = run([PYTHON, str(command), package, *words], env)
+            if result.code:
+                raise RuntimeError(f"{words[0]}: exit code {result.code}: {result.output}")
 
 
 def traced(only_commands: bool = False) -> dict[str, Counter[tuple[str, str]]]:
-    """Returns what was traced → (file, function) → calls. Raises `RuntimeError` where a run fails."""
+    """Returns kind → (file, function) → calls. Raises `RuntimeError` where a run fails."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         script, launcher = folder / "loop.py", folder / "launcher.py"
@@ -139,20 +139,20 @@ def traced(only_commands: bool = False) -> dict[str, Counter[tuple[str, str]]]:
                 str(run_dir),
                 phase,
             ]
-            done = run(words, clean_env(TRACES=name, PYTHONWARNINGS="ignore"))
-            if done.code:
-                raise RuntimeError(f"{phase}: exit code {done.code}: {done.output}")
+            result = run(words, clean_env(TRACES=name, PYTHONWARNINGS="ignore"))
+            if result.code:
+                raise RuntimeError(f"{phase}: exit code {result.code}: {result.output}")
         commands(folder)
-        found = {}
+        traces = {}
         for kind in (*([] if only_commands else ["step", "save", "resume", "kill"]), "submit", "status"):
-            found[kind] = counts = Counter[tuple[str, str]]()
+            traces[kind] = counts = Counter[tuple[str, str]]()
             for path, function, count in json.loads((folder / f"{kind}-0").read_text()):
                 real = Path(os.path.realpath(path))
                 if os.path.isabs(path) and real.is_relative_to(ROOT) and not real.is_relative_to(ROOT / ".venv"):
                     counts[str(real.relative_to(ROOT)), function.split(".<locals>.<")[0]] += count
-        for function in found.get("step", ()):  # the checkpoint is made in a step like any other
-            found["save"].pop(function, None)
-        return found
+        for function in traces.get("step", ()):  # the checkpoint is made in a step like any other
+            traces["save"].pop(function, None)
+        return traces
 
 
 def main() -> None:

@@ -68,7 +68,7 @@ def digest(run_dir: Path) -> str:
 
 
 def run(case: Case, data: Path) -> str:
-    """The case's hash. Raises `AssertionError` with the ranks' output where a start fails."""
+    """Returns the case's hash. Raises `AssertionError` with the ranks' output where a start fails."""
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
         words, env = [_words(case, run_dir, data)] * case[1], clean_env(LOCKSTEP_THREADS="1")
@@ -77,9 +77,9 @@ def run(case: Case, data: Path) -> str:
                 poll(lambda: list((run_dir / "checkpoints").glob("step-*")), 120, f"a checkpoint of {case}")
                 gang.send_signal(signal.SIGKILL)
         with running(words, env) as gang:
-            done = gang.wait(300)
-        assert done.code == 0, f"{case}: {done.output}"
-        assert ("Resuming at step" in done.output) == (case[3] == "resumed"), f"{case}: {done.output}"
+            result = gang.wait(300)
+        assert result.code == 0, f"{case}: {result.output}"
+        assert ("Resuming at step" in result.output) == (case[3] == "resumed"), f"{case}: {result.output}"
         return digest(run_dir)
 
 
@@ -89,21 +89,21 @@ def main() -> int:
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--few", action="store_true")
     args = parser.parse_args()
-    wanted = {} if args.write else json.loads(args.table.read_text())
-    found: dict[str, str] = {}
+    expected = {} if args.write else json.loads(args.table.read_text())
+    digests: dict[str, str] = {}
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as data, ThreadPoolExecutor(2) as pool:
         chosen = cases(args.few)
         for case, result in zip(chosen, pool.map(lambda case: run(case, Path(data)), chosen)):
-            found[" ".join(map(str, case))] = result
+            digests[" ".join(map(str, case))] = result
     if args.write:
-        args.table.write_text(json.dumps(found, indent=0) + "\n")
-    different = [name for name, value in found.items() if not args.write and wanted.get(name) != value]
+        args.table.write_text(json.dumps(digests, indent=0) + "\n")
+    different = [name for name, value in digests.items() if not args.write and expected.get(name) != value]
     different += [
-        f"{name}: not as in one go" for name, value in found.items()
-        if name.endswith("resumed") and found.get(name.replace("resumed", "plain"), value) != value
+        f"{name}: not as in one go" for name, value in digests.items()
+        if name.endswith("resumed") and digests.get(name.replace("resumed", "plain"), value) != value
     ]  # fmt: skip
-    print("\n".join(different) or f"{len(found)} cases equal", f"({time.monotonic() - began:.0f} s)")
+    print("\n".join(different) or f"{len(digests)} cases equal", f"({time.monotonic() - began:.0f} s)")
     return 1 if different else 0
 
 

@@ -1,4 +1,4 @@
-"""Programs for people that look at a run or at a machine. None runs in a rank, and only `doctor` imports torch."""
+"""Programs for people that look at a run or at a machine. None runs in a rank. Only `doctor` and `export` need torch."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ COMMANDS = {
     "top": "show the ranks of a run live: their steps, where the time goes, and which rank slows the others down",
     "report": "show one or several runs as one HTML file",
     "goodput": "show where the time of one or several runs went, over all attempts",
+    "export": "write a run's weights as a plain file",
+    "fetch": "download a run from a bucket into a new directory",
+    "settings": "list every setting with its meaning and default, or a recipe's",
 }
 """Commands of `lockstep`, each with a line of help: the module of that name has `main(argv)`."""
 RUN = "a run directory"

@@ -1,4 +1,4 @@
-"""python -m lockstep.training run | launch | shard | evaluate | export | settings.
+"""python -m lockstep.training run | launch | shard | evaluate.
 
 Exit codes: 0 done; 2 wrong usage, config or data (one line says what to do); 75 saved, run the same command again;
 1 anything else.
@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from lockstep.wire.signals import FORWARDED
 
@@ -29,19 +29,16 @@ if __name__ == "__main__" and sys.argv[1:2] in (["run"], ["launch"]):
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
 
 from . import extras
-from .cli import COMMANDS, PROGRAM, Parser, add_set, count, run_dir
+from .cli import COMMANDS, PROGRAM, Parser, add_set, run_dir
 from .contract import (
     EXIT_DONE,
     EXIT_NO_READER,
-    EXIT_UNREACHABLE,
     UserError,
     answering,
     print_error,
-    printable,
     say,
-    to_stderr,
 )  # fmt: skip
-from .files import keep_out_others, replacing
+from .files import keep_out_others
 
 _BEGAN = time.perf_counter()
 
@@ -78,54 +75,16 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("target", type=run_dir, metavar="RUN", help="a run directory")
     _add_set(evaluate, "data.root=DIR")
     evaluate.add_argument(
-        "--trust-model",
-        action="store_true",
-        help="run the code that RUN names: its model class and its data function",
+        "--trust-model", action="store_true", help="run the code that RUN names: its model class and its data function"
     )
     evaluate.set_defaults(action=_evaluate)
-
-    export = commands.add_parser("export", help=COMMANDS["export"])
-    export.add_argument("target", type=run_dir, metavar="RUN", help="a run directory")
-    export.add_argument("out", type=Path, metavar="OUT", help="a new file: .safetensors, or .pth for torch.load")
-    _add_which(export)
-    export.set_defaults(action=_export)
-
-    fetch = commands.add_parser("fetch", help=COMMANDS["fetch"])
-    fetch.add_argument("url", metavar="URL", help="what the run's checkpoint.to says (s3://…)")
-    fetch.add_argument(
-        "out", type=Path, metavar="DIR", help="a new directory, for the commands that take a run directory"
-    )
-    fetch.set_defaults(action=_fetch)
-
-    settings = commands.add_parser("settings", help=COMMANDS["settings"])
-    settings.add_argument(
-        "recipe", nargs="?", help="show the values of this recipe, and mark those that are not the defaults"
-    )
-    _add_set(settings)
-    settings.set_defaults(action=_settings)
 
     commands.add_parser("launch", help=COMMANDS["launch"], add_help=False)
     return parser
 
 
 def _add_set(parser: argparse.ArgumentParser, example: str = "epochs=2 lr=0.1") -> None:
-    add_set(parser, f"change settings, e.g. --set {example} (all names: {PROGRAM} settings)")
-
-
-def _add_which(parser: argparse.ArgumentParser) -> None:
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--best", action="store_true", help="the checkpoint with the best score (checkpoint.keep_best); "
-                       "default: the newest")  # fmt: skip
-    which.add_argument("--step", type=count, metavar="N", help="the checkpoint of step N")
-
-
-def _wanted(args: argparse.Namespace, run_dir: Path) -> Any:
-    """Returns the checkpoint that the arguments of `_add_which` choose: a step, the rule of the best, or None, the newest."""
-    from .checkpoint.store import Rule
-    from .observe import rundir
-
-    keep_best = rundir.read_run(run_dir)["config"].checkpoint.keep_best
-    return Rule.of(keep_best) if args.best else args.step
+    add_set(parser, f"change settings, e.g. --set {example} (all names: lockstep settings)")
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -178,40 +137,6 @@ def _evaluate(args: argparse.Namespace) -> int:
         score = scoring.score_run(args.target, config, checksum, joined)
         if joined.leader:
             print(f"accuracy {score.accuracy:.4f} ({score.correct} of {score.count}), loss {score.loss:.4f}")
-    return EXIT_DONE
-
-
-def _export(args: argparse.Namespace) -> int:
-    from .checkpoint import weights
-
-    tensors, step, values = weights.from_run(args.target, wanted=_wanted(args, args.target))
-    weights.write(tensors, args.out, values)
-    print(printable(f"{args.out}: {len(tensors)} tensors of step {step}"))
-    return EXIT_DONE
-
-
-def _fetch(args: argparse.Namespace) -> int:
-    from .bucket import as_user_error
-    from .checkpoint.object_store import ObjectStore
-
-    if os.path.lexists(args.out):
-        raise UserError(f"{args.out} exists already: choose another directory")
-    with as_user_error(f"{args.url} cannot be read", EXIT_UNREACHABLE), replacing(args.out) as staging:
-        staging.mkdir(parents=True)
-        ObjectStore(args.url).download(staging, to_stderr)
-    print(printable(str(args.out)))
-    return EXIT_DONE
-
-
-def _settings(args: argparse.Namespace) -> int:
-    from . import config as configuration
-    from .config import settings
-
-    chosen = settings.flatten(configuration.load(args.recipe, args.assignments)) if args.recipe else {}
-    for name, type_name, default, text in settings.documentation(configuration.Config):
-        value = chosen.get(name, default)
-        note = "" if value == default else f", default {settings.written(default)}"
-        print(f"{name} = {settings.written(value)}  ({type_name}{note})\n    {text}")
     return EXIT_DONE
 
 

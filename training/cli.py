@@ -19,9 +19,6 @@ COMMANDS = {
     "run": "train a recipe, or resume it",
     "shard": "preprocess a data set once into shard files",
     "evaluate": "score a run on the test split",
-    "export": "write a run's weights as a plain file",
-    "fetch": "download a run from a bucket into a new directory",
-    "settings": "list every setting with its meaning and default, or a recipe's",
     "launch": "start the ranks of a node and wait for their end",
 }
 """Each with a line of help."""

@@ -144,7 +144,7 @@ def rank_of(env: Mapping[str, str]) -> str:
 def say(text: str, file: TextIO | None = None) -> None:
     """Prints a line. An output that cannot be written (a full disk, a reader that left) must not end the training."""
     with contextlib.suppress(OSError):
-        print(printable(text), file=file, flush=True)
+        print(printable(text) + "\n", end="", file=file, flush=True)  # one write: ranks share the output
 
 
 def to_stderr(text: str) -> None:
@@ -152,7 +152,7 @@ def to_stderr(text: str) -> None:
     without a reader."""
     try:
         if sys.stderr is not None:  # print(file=None) would write into the answer
-            print(printable(text), file=sys.stderr, flush=True)
+            print(printable(text) + "\n", end="", file=sys.stderr, flush=True)
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # Python would try once more at its end, and end with 120
 

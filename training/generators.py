@@ -41,7 +41,8 @@ def state_of(generator: Any) -> Any:
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, random.Random):
-        return _of_python(generator.getstate())
+        version, numbers, gauss = generator.getstate()
+        return [version, torch.tensor(numbers, device="cpu"), gauss]  # in place of 625 numbers
     if isinstance(generator, np.random.RandomState):
         return _plain(generator.get_state(legacy=False))
     return _plain(generator.bit_generator.state)
@@ -57,22 +58,12 @@ def comparable(state: Any) -> Any:
 def set_state(generator: Any, state: Any) -> None:
     """Raises `ValueError`, `TypeError`, `KeyError`, `RuntimeError` for the state of another kind."""
     if isinstance(generator, random.Random):
-        generator.setstate(_to_python(state))
+        version, numbers, gauss = state
+        generator.setstate((version, tuple(torch.as_tensor(numbers).tolist()), gauss))
     elif isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
     else:
         generator.set_state(state)
-
-
-def _of_python(state: Any) -> list[Any]:
-    """Returns the state of a generator of Python with its 625 numbers in one tensor."""
-    version, numbers, gauss = state
-    return [version, torch.tensor(numbers, device="cpu"), gauss]
-
-
-def _to_python(state: Any) -> tuple[Any, ...]:
-    version, numbers, gauss = state
-    return version, tuple(torch.as_tensor(numbers).tolist()), gauss
 
 
 def _plain(state: Any) -> Any:
@@ -94,9 +85,7 @@ class RngScope:
         self._last: list[Any] | None = None
         self.drawn_between = False
         """Whether the script has drawn random numbers since the last step, or since `watch`."""
-        self._generators = [torch.default_generator]
-        if device.type == "cuda":
-            self._generators.append(torch.cuda.default_generators[device.index or 0])
+        self._generators = [one for one in of_process(device).values() if isinstance(one, torch.Generator)]
 
     def watch(self) -> None:
         """Begins to watch what the script draws between two steps."""

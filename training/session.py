@@ -485,6 +485,8 @@ class Session(Reporting):
             0.93
         """
         self._go_on("run.sum()")
+        if any(isinstance(number, torch.Tensor) and number.numel() > 1 for number in numbers):
+            raise TypeError("run.sum() takes numbers: the sum of a tensor over the ranks is sum(run.gather(tensor))")
         total = torch.tensor([float(number) for number in numbers], dtype=torch.float64)
         with self._of_this_rank("run.sum()"):
             dist.all_reduce(total)
@@ -513,7 +515,7 @@ class Session(Reporting):
         """
         self._go_on("run.for_evaluation()")
         with self._run.goodput.on(TimeCategory.EVALUATION):
-            return self._replicated().for_evaluation(model)
+            return evaluation.noted(self._replicated().for_evaluation(model), self._run)
 
     def evaluate(
         self, function: Callable[..., Any], dataset: Any, batch_size: int = 256, *, workers: int = 0,
@@ -535,8 +537,7 @@ class Session(Reporting):
             collate: as `collate_fn` of torch's DataLoader.
 
         Returns:
-            The sum over all samples, added up in float64 and divided by their number. It is a float, a float64 tensor on the CPU if
-            the function returns one dimension, or a dict of them.
+            The sum over all samples in float64, divided by their number: a float, a tensor on the CPU for one dimension, or a dict.
 
         Raises:
             TypeError: the function returns something else; or the dataset is not map-style.
@@ -551,6 +552,7 @@ class Session(Reporting):
             >>> run.log(**run.evaluate(scores, dataset, 512))
         """
         self._go_on("run.evaluate()")
+        evaluation.check_copies(function, self._run)
 
         def called(*batch: Any) -> Any:
             with self._run.calling("run.evaluate()"):

@@ -16,7 +16,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from lockstep.training import parallel
+from lockstep.training.parallel import world
 
 
 def one_number_each(me):
@@ -148,6 +148,6 @@ def main(sizes, me):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs=3, type=int, default=[1024, 1024, 1024], metavar=("M", "K", "N"))
-    with parallel.script() as me:
+    with world.script() as me:
         right = main(parser.parse_args().sizes, me)
     sys.exit(0 if right else 1)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from sklearn.datasets import load_digits
 
-from lockstep.training import parallel
+from lockstep.training.parallel import world
 
 
 def gather_rows(mine, me):
@@ -42,5 +42,5 @@ def main(out, me):
 
 
 if __name__ == "__main__":
-    with parallel.script() as me:
+    with world.script() as me:
         main(Path(sys.argv[1]), me)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from lockstep.training import parallel
+from lockstep.training.parallel import world
 
 AHEAD = 3
 """All-reduces that may be under way at once: the backward pass waits for the first one before it starts another."""
@@ -89,6 +89,6 @@ def main(me):
 
 
 if __name__ == "__main__":
-    with parallel.script() as me:
+    with world.script() as me:
         same = main(me)
     sys.exit(0 if same else 1)

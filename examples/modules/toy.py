@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.training import parallel
+from lockstep.training.parallel import world
 
 STEPS, PER_RANK, RATE = 5, 20, 0.01
 CPU = torch.device("cpu")
@@ -149,7 +149,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tensor", type=int, help="ranks that share one copy of the MLP; default: 2 where they divide")
     torch.set_default_dtype(torch.float64)
-    with parallel.script() as me:
+    with world.script() as me:
         tensor_size = parser.parse_args().tensor or (2 if me.size % 2 == 0 else 1)
         if me.size % tensor_size or 32 % tensor_size:
             parser.error(f"--tensor {tensor_size} must divide {me.size} ranks and the MLP's smallest layer of 32")

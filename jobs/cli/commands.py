@@ -115,11 +115,14 @@ class Job:
     ] = None
     profile: Profile = None
 
-    def spec(self, backend: str | None, **more: Any) -> JobSpec:
+    def spec(
+        self, backend: str | None, submitted: Callable[[JobSpec, str], None] | None = None, **more: Any
+    ) -> JobSpec:
         """Returns the spec of the file with the options in it, or of the options alone. A profile lies below both.
 
         Args:
             backend: backend whose flags `--namespace`, `--context` and `--host` may be given.
+            submitted: as in `_at_its_host`.
             more: further settings; None values do not count.
 
         Raises:
@@ -150,35 +153,26 @@ class Job:
                 below["name"] = Path(below["recipe"]).stem.replace("_", "-").lower()
             spec = JobSpec.of(below, "the flags")
         if kind is not None and "host" in kind.places:
-            _at_its_host(kind, spec.slurm.host, spec, self.file)
+            _at_its_host(kind, spec.slurm.host, spec, self.file, submitted)
         return spec
 
 
 def _at_its_host(
-    kind: type[JobBackend], host: str | None, spec: JobSpec | None = None, file: Path | None = None
-) -> None:
-    """Ends this command with the exit code of the login node's command, if `slurm.host` names a login node."""
+    kind: type[JobBackend], host: str | None, spec: JobSpec | None = None, file: Path | None = None,
+    submitted: Callable[[JobSpec, str], None] | None = None,
+) -> None:  # fmt: skip
+    """Ends this command with the exit code of the login node's command, if `slurm.host` names a login node.
+
+    Args:
+        submitted: called with the spec and that host if the command has submitted it: after exit codes 1, 75 and 124, too.
+    """
     if (there := kind.login(host)) is not None:
         from ..slurm import ssh
 
         code = ssh.run(there, sys.argv[1:], spec, str(file) if file is not None else None)
-        raise _EndedThere(code, there, spec)
-
-
-class _EndedThere(typer.Exit):
-    """The end of a command on the login node, with its exit code."""
-
-    def __init__(self, code: int, host: str, spec: JobSpec | None) -> None:
-        super().__init__(code)
-        self.host, self.spec = host, spec
-
-    def remember(self, sweep: list[str] | None) -> None:
-        """Saves the place of a submission's jobs. After exit codes 1, 75 and 124 they were submitted, too."""
-        from .. import records
-
-        if self.spec is not None and self.exit_code not in (EXIT_USAGE, EXIT_UNREACHABLE):
-            for run in _runs(self.spec, sweep):
-                records.remember("slurm", run.name, {"host": self.host})
+        if submitted is not None and spec is not None and code not in (EXIT_USAGE, EXIT_UNREACHABLE):
+            submitted(spec, there)
+        raise typer.Exit(code)
 
 
 def _runs(spec: JobSpec, sweep: list[str] | None) -> list[JobSpec]:
@@ -299,13 +293,14 @@ def submit(
     as_json: Json = False,
 ) -> None:
     """Submit a job. The same job again attaches to it, or resumes it where it was interrupted."""
-    try:
-        # A word with which no run has begun.
-        spec = job.spec(backend, run_dir=run_dir, fresh=uuid.uuid4().hex[:12] if fresh else None)
-    except _EndedThere as ending:
-        if not dry_run:
-            ending.remember(sweep)
-        raise
+    from .. import records
+
+    def remember(sent: JobSpec, host: str) -> None:
+        for run in _runs(sent, sweep) if not dry_run else ():
+            records.remember("slurm", run.name, {"host": host})
+
+    # A word with which no run has begun.
+    spec = job.spec(backend, remember, run_dir=run_dir, fresh=uuid.uuid4().hex[:12] if fresh else None)
     mode: Mode = "replace" if replace or fresh else "attach"
     if dry_run and (sweep or wait is not None):
         raise UserError("--dry-run is of one job, and waits for none: leave out --sweep and --wait")

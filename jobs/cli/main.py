@@ -122,12 +122,12 @@ def init(
 
 def _schema() -> None:
     """Print the JSON Schema of job.yaml, for editors."""
-    from lockstep.training.config import settings
+    from lockstep.tools.settings import json_schema
 
     from ..spec.model import JobSpec
     from ..status import show
 
-    show(settings.json_schema(JobSpec))
+    show(json_schema(JobSpec))
 
 
 _COMMANDS: dict[str, tuple[Callable[..., None], str]] = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import secrets
@@ -18,16 +19,15 @@ from collections.abc import Iterator
 from typing import Any
 
 from lockstep.training import contract, files
-from lockstep.training.contract import UserError
 from lockstep.wire import hangs
 
 from .. import records, snapshots
-from ..backend import Checks, Cluster, JobRecord, Lines, Manifests, Submission
+from ..backend import Cluster, JobRecord, Submission
 from ..logs import Stamped, of_rank
 from ..manifest import HASH, JOB, MANAGED, Manifest, get, size_in_bytes, spec_in, to_yaml
 from ..process import Streams, exec_command, run
 from ..spec.model import GRACE_MARGIN, JobSpec, code_identity
-from ..status import Check, JobSummary, Result, Status, SubmitResult, warn
+from ..status import Check, JobSummary, Result, Status, SubmitResult
 from . import engine
 from . import render as rendering
 from .status import moment, status_from_containers
@@ -35,8 +35,6 @@ from .status import moment, status_from_containers
 CODE = "lockstep/code"
 """Label of the volume with a job's code; its value is the job's name."""
 OURS = tuple(f"{key}={value}" for key, value in MANAGED.items())
-
-Nodes = list[Manifest]  # named here, because `list` is a method below
 
 
 class ComposeBackend(Cluster):
@@ -55,7 +53,7 @@ class ComposeBackend(Cluster):
         self.lock = (records.home() / "compose", engine.UP_SECONDS)
 
     @classmethod
-    def manifests(cls, spec: JobSpec) -> Manifests:
+    def manifests(cls, spec: JobSpec) -> list[Manifest]:
         return [rendering.render(spec)]
 
     @classmethod
@@ -64,15 +62,12 @@ class ComposeBackend(Cluster):
         return to_yaml(project), project
 
     @classmethod
-    def doctor(cls, spec: JobSpec | None, **place: str | None) -> Checks:  # noqa: ARG003 - the engine is this machine's
+    def doctor(cls, spec: JobSpec | None, **place: str | None) -> list[Check]:  # noqa: ARG003 - the engine is this machine's
         return _check(spec)
 
     def find(self, name: str, submitting: bool = False) -> JobRecord | None:  # noqa: ARG002 - no other process removes a job
-        nodes = _sorted(engine.containers(*OURS, f"{JOB}={name}"))
-        if not nodes:
-            return None
-        labels = get(nodes[0], "Config", "Labels")
-        return JobRecord(name, get(labels, HASH), spec_in(labels), nodes, _where(name), len(nodes))
+        nodes = engine.containers(*OURS, f"{JOB}={name}")
+        return _known(name, nodes) if nodes else None
 
     def attach(self, job: Submission, known: JobRecord) -> SubmitResult:
         """Starts lost nodes again."""
@@ -83,7 +78,7 @@ class ComposeBackend(Cluster):
             known.name, False, known.where, tuple(str(get(node, "Config", "Hostname")) for node in gone)
         )
 
-    def preflight(self, job: Submission) -> Checks:
+    def preflight(self, job: Submission) -> list[Check]:
         return [*_check(job.spec), Check("start", "ok", "at once")]
 
     def create(self, job: Submission, old: JobRecord | None) -> SubmitResult:
@@ -94,7 +89,7 @@ class ComposeBackend(Cluster):
         self._up(job)
         return SubmitResult(name, True, _where(name))
 
-    def _up(self, job: Submission, there: Nodes | None = None) -> None:
+    def _up(self, job: Submission, there: list[Manifest] | None = None) -> None:
         (file,) = job.manifests
         self._make_volumes(file)
         self._bring_code(job.spec)
@@ -151,7 +146,7 @@ class ComposeBackend(Cluster):
         status = status_from_containers(nodes, spec, run_status)
         return dataclasses.replace(status, **records.about_time(run_status))
 
-    def _run_status(self, nodes: Nodes, spec: JobSpec) -> records.RunStatus | None:
+    def _run_status(self, nodes: list[Manifest], spec: JobSpec) -> records.RunStatus | None:
         """Returns status.json of this job, which takes precedence over exit codes; None if an earlier job wrote the file."""
         file = engine.read_file(str(nodes[0]["Id"]), f"{spec.run_directory}/{contract.STATUS_FILE}")
         if file is None or file[1] < min(moment(get(node, "State", "StartedAt")) for node in nodes):
@@ -177,12 +172,12 @@ class ComposeBackend(Cluster):
             time.sleep(self.interval)
 
     @staticmethod
-    def _ids(known: JobRecord, rank: int | None) -> Lines:
+    def _ids(known: JobRecord, rank: int | None) -> list[str]:
         """Returns the containers that a rank may be in, or all containers."""
         nodes = known.handle if rank is None else [known.handle[rank // known.spec.ranks]]
         return [str(node["Id"]) for node in nodes]
 
-    def exec(self, known: JobRecord, rank: int, command: Lines, streams: Streams) -> int:
+    def exec(self, known: JobRecord, rank: int, command: list[str], streams: Streams) -> int:
         (place,) = self._ids(known, rank)
         terminal = ["--tty"] if streams.terminal else []
         words = ["docker", "exec", "--interactive", *terminal, place]
@@ -200,20 +195,16 @@ class ComposeBackend(Cluster):
         self._remove_code(name)
 
     def list(self) -> list[JobSummary]:
-        jobs: dict[str, Nodes] = {}
+        jobs: dict[str, list[Manifest]] = {}
         for node in engine.containers(*OURS, JOB):
             jobs.setdefault(str(get(node, "Config", "Labels", JOB)), []).append(node)
-        rows = []
-        for name, nodes in sorted(jobs.items()):
-            created = min(str(node["Created"]) for node in nodes).partition(".")[0] + "+00:00"
-            known = JobRecord(name, None, spec_in(get(nodes[0], "Config", "Labels")), _sorted(nodes), _where(name))
-            try:
-                rows.append(JobSummary(name, self.observe(known).state, len(nodes), created))
-            except engine.EngineError:
-                raise
-            except UserError as error:  # its record is damaged
-                warn(str(error))
-        return rows
+        return self._summaries(itertools.starmap(_known, sorted(jobs.items())))
+
+
+def _known(name: str, nodes: list[Manifest]) -> JobRecord:
+    nodes, labels = _sorted(nodes), get(nodes[0], "Config", "Labels")
+    created = min(str(node["Created"]) for node in nodes).partition(".")[0] + "+00:00"
+    return JobRecord(name, get(labels, HASH), spec_in(labels), nodes, _where(name), len(nodes), created=created)
 
 
 def _unseen(id: str, seen: dict[str, str], rank: int | None) -> Iterator[Stamped]:
@@ -230,14 +221,14 @@ def _where(name: str) -> str:
     return f"compose project {rendering.project(name)}"
 
 
-def _sorted(nodes: Nodes) -> Nodes:
+def _sorted(nodes: list[Manifest]) -> list[Manifest]:
     return sorted(nodes, key=lambda node: int(get(node, "Config", "Labels", rendering.NODE) or 0))
 
 
 BACKEND = ComposeBackend
 
 
-def _secret(there: Nodes) -> str:
+def _secret(there: list[Manifest]) -> str:
     """Returns the secret by which the nodes authenticate each other: that of existing nodes, else the user's, else a new one."""
     marks = [str(word) for node in there for word in get(node, "Config", "Env") or ()]
     given = [value for name, _, value in (mark.partition("=") for mark in marks) if name == contract.ENV_SECRET]

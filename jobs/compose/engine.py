@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lockstep.training.contract import UserError
+from lockstep.wire.archive import File, pack
 
 from ..logs import BLOCK, LineSplitter
 from ..status import Unreachable
@@ -152,15 +153,10 @@ def write_volume(volume: str, image: str, name: str, data: bytes, label: str) ->
     Raises:
         EngineError: no such image, or the engine's disk is full.
     """
-    stream = io.BytesIO()
-    with tarfile.open(fileobj=stream, mode="w") as archive:
-        member = tarfile.TarInfo(name)
-        member.size, member.mode = len(data), 0o444
-        archive.addfile(member, io.BytesIO(data))
     mount = f"type=volume,source={volume},target={_INSIDE}"
     container = docker("create", "--label", label, "--mount", mount, image, "true", timeout=600).split()[-1]
     try:
-        docker("cp", "-", f"{container}:{_INSIDE}", stdin=stream.getvalue())
+        docker("cp", "-", f"{container}:{_INSIDE}", stdin=pack([File(name, False, data)]))
     finally:
         docker("rm", "--force", container)
 

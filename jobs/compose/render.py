@@ -5,13 +5,12 @@ Nothing restarts a node by itself: Docker would also retry wrong usage. The laun
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
-from lockstep.training.contract import ENV_METRICS_PORT, ENV_SECRET, MASTER_PORT, METRICS_PORT, UserError
+from lockstep.training.contract import ENV_METRICS_PORT, ENV_SECRET, MASTER_PORT, UserError
 
 from .. import lint
 from ..lint import volume_of
@@ -30,7 +29,16 @@ from ..manifest import (
     spec_text,
     without_none,
 )
-from ..spec.model import CODE_PARTS, GRACE_MARGIN, JobSpec, code_identity, launch_command, preparation
+from ..spec.model import (
+    CODE_PARTS,
+    GRACE_MARGIN,
+    JobSpec,
+    code_identity,
+    container_environment,
+    launch_command,
+    literal,
+    preparation,
+)
 
 NODE = "lockstep/node"
 """Label of a node's container; its value is the node's number."""
@@ -44,10 +52,6 @@ IMAGE_FOLDERS = ("/runs", "/data")
 """Folders of our image that its user may write: a new volume gets the owner of the folder that it is mounted on."""
 MERGED_BY = ("target", "driver")
 """Keys by which the items of a patch's lists (volumes, devices) merge with those that are rendered."""
-_FOUND_BY = re.compile(
-    r"name|networks(\.default(\.labels(\..*)?)?)?|services(\.node-\d+(\.(hostname|labels(\.(lockstep|app\.kubernetes\.io)/.*)?))?)?"
-)
-"""Paths by which Lockstep finds a job and its nodes, and paths that must stay a mapping."""
 
 
 def project(name: str) -> str:
@@ -114,7 +118,7 @@ def render_prepare(spec: JobSpec) -> Manifest:
         own = own.model_copy(update={"run_dir": spec.run_dir})
     elif volume_of(spec, str(spec.shards)) is None:
         raise UserError(f"shards {spec.shards} is not on a volume: add one to volumes")
-    words = [_literal(word) for word in own.command or ()]
+    words = [literal(word) for word in own.command or ()]
     service = {**_node(own, 0), "entrypoint": words[:4], "command": words[4:]}
     service["labels"] = {"lockstep/role": "prepare", **MANAGED}  # not one of the job's nodes
     name = f"{project(spec.name)}_prepare"  # no job's name can produce this name
@@ -132,11 +136,11 @@ def code_volume(spec: JobSpec) -> str:
 
 
 def _node(spec: JobSpec, index: int) -> Manifest:
-    words = [_literal(word) for word in launch_command(spec, spec.run_directory)]
+    words = [literal(word) for word in launch_command(spec, spec.run_directory)]
     own = ["--ranks", str(spec.ranks), "--nodes", str(spec.nodes)]
     own += ["--rendezvous", f"{node_name(spec, 0)}:{MASTER_PORT}"] if spec.nodes > 1 else []
     own += ["--job-id", f"{spec.name}-{spec.hash()}", "--time-limit", str(spec.deadline_seconds)]
-    text = _literal(spec_text(spec.record()))
+    text = literal(spec_text(spec.record()))
     service = {
         "image": spec.image,
         "hostname": node_name(spec, index),
@@ -169,19 +173,7 @@ def _node(spec: JobSpec, index: int) -> Manifest:
 def environment(spec: JobSpec) -> dict[str, Any]:
     """Returns the variables of the job. A secret's value is None: Compose takes it from its own environment. The nodes' shared secret is
     one of them."""
-    values: dict[str, str | None] = {
-        "HOME": "/tmp",  # noqa: S108 - the root is read-only
-        "PYTHONUNBUFFERED": "1",
-    }
-    if spec.metrics_port != METRICS_PORT:
-        values[ENV_METRICS_PORT] = str(spec.metrics_port)
-    if spec.gpus:
-        values["NCCL_DEBUG"] = "WARN"
-        values["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1"
-    else:  # if nvidia's runtime is the default, the image's own setting would show all GPUs
-        values["NVIDIA_VISIBLE_DEVICES"] = "void"
-    values |= spec.env
-    values = {name: None if value is None else _literal(value) for name, value in values.items()}
+    values = {name: literal(value) for name, value in container_environment(spec).items()}
     secrets = [*spec.secrets, *([ENV_SECRET] if spec.nodes > 1 else [])]
     return dict(sorted({**values, **dict.fromkeys(secrets)}.items()))
 
@@ -215,15 +207,14 @@ def _devices(spec: JobSpec, index: int) -> Manifest | None:
     return {"resources": {"reservations": {"devices": devices}}}
 
 
-def _literal(text: str) -> str:
-    """Escapes `$` as `$$`, because Compose expands `$NAME` and `${NAME}` everywhere."""
-    return text.replace("$", "$$")
-
-
 class Subject(lint.Subject):
     """A Compose file."""
 
-    volumes = True
+    volumes, section = True, "compose"
+    found_by = re.compile(
+        r"name|volumes|networks(\.default(\.labels(\..*)?)?)?|"
+        r"services(\.node-\d+(\.(hostname|labels(\.(lockstep|app\.kubernetes\.io)/.*)?))?)?"
+    )
 
     @cached_property
     def environment(self) -> dict[str, Any]:
@@ -233,28 +224,10 @@ class Subject(lint.Subject):
 
     @cached_property
     def patched(self) -> list[Change]:
-        """The changes of the patch to the rendered file."""
         return [*changes(file(self.spec), next(iter(self.objects), {}))] if self.spec.compose.patch else []
 
 
 RULES = lint.Rules(Subject)
-
-
-@RULES.rule("LC004")
-def found_by(subject: Subject) -> Iterator[str]:
-    """A patch may not change names and labels, by which Lockstep finds a job and its nodes."""
-    for change in subject.patched:
-        if change.ours and change.path == "volumes":
-            yield "compose.patch volumes is no mapping: give each volume by its name"
-        elif change.ours and _FOUND_BY.fullmatch(change.path):
-            yield f"compose.patch changes {change.path}, by which Lockstep finds the job and its nodes: leave it out"
-
-
-@RULES.rule("LC016", "note")
-def changed(subject: Subject) -> Iterator[str]:
-    """A patch may open any door of this machine, so everything that it changes is shown."""
-    for change in subject.patched:
-        yield f"compose.patch sets {change.path}: {json.dumps(change.value)[:200]}"
 
 
 @RULES.rule("LC011", "warning")
@@ -266,11 +239,3 @@ def owner(subject: Subject) -> Iterator[str]:
                 f"volume {volume.claim} at {volume.path}: a new volume would belong to root, and the job does not run as root; "
                 f"mount it at {' or '.join(IMAGE_FOLDERS)}, or give your image that folder"
             )
-
-
-@RULES.rule("LC012", "warning")
-def image_tag(subject: Subject) -> Iterator[str]:
-    """A name without a tag means another image tomorrow."""
-    name = subject.spec.image or ""
-    if name and "@sha256:" not in name and name.rpartition("/")[2].partition(":")[2] in ("", "latest"):
-        yield f"image {name} has no fixed tag: use a tag, or better a digest (name@sha256:…)"

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import signal
-
 from lockstep.training import contract
 
 from .. import records
 from ..manifest import Manifest, get, seconds_of
+from ..process import signal_name
 from ..spec.model import JobSpec
 from ..status import NodeStatus, State, Status
 
@@ -35,11 +34,8 @@ def status_from_containers(nodes: list[Manifest], spec: JobSpec, run_status: rec
             without = f"{lost[0].reason}; the others train on: submit the job again, and it joins them"
             return Status("running", "; ".join(filter(None, (records.progress(run_status), without))), parts)
         if lost:
-            return Status(
-                "restarting",
-                f"{lost[0].reason}; the other nodes wait for it: submit the job again to restart it",
-                parts,
-            )
+            reason = f"{lost[0].reason}; the other nodes wait for it: submit the job again to restart it"
+            return Status("restarting", reason, parts)
         return Status("running", records.progress(run_status), parts)
     if any(state == "created" for state in states):
         error = next((str(get(node, "State", "Error")) for node in nodes if get(node, "State", "Error")), "")
@@ -97,21 +93,12 @@ def _state(node: Manifest, name: str) -> tuple[str, str]:
         return "pending", ""
     if get(node, "State", "OOMKilled") and code != 0:
         limit = int(get(node, "HostConfig", "Memory") or 0) >> 20
-        return (
-            "failed",
-            f"{name} was killed for memory (OOMKilled, limit {limit} MiB): raise memory, or lower the batch size",
-        )
+        reason = f"{name} was killed for memory (OOMKilled, limit {limit} MiB): raise memory, or lower the batch size"
+        return "failed", reason
     if code == contract.EXIT_DONE:
         return "succeeded", ""
     if code == contract.EXIT_PREEMPTED:
         return "preempted", f"{name} has saved and ended"
     if code > 128:
-        return "failed", f"{name} was killed by {_signal(code - 128)}"
+        return "failed", f"{name} was killed by {signal_name(code - 128)}"
     return "failed", f"{name} ended with exit code {code}: see `lockstep logs compose`"
-
-
-def _signal(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

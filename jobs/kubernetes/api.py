@@ -101,7 +101,11 @@ class ContainerStatus(Shape):
     lastState: ContainerState | None = None
 
 
-class Ready(Shape):
+class Members(Shape):
+    """How many pods a kind of replicas, a trainer or a job of a JobSet has."""
+
+    replicas: Number = None
+    numNodes: Number = None
     ready: Count = None
 
 
@@ -110,22 +114,14 @@ class Status(Explained):
     conditions: list[Condition] | None = None
     containerStatuses: list[ContainerStatus] | None = None
     initContainerStatuses: list[ContainerStatus] | None = None
-    jobsStatus: list[Ready] | None = None
-
-
-class Replica(Shape):
-    replicas: Number = None
-
-
-class Trainer(Shape):
-    numNodes: Number = None
+    jobsStatus: list[Members] | None = None
 
 
 class Spec(Shape):
     """The spec of jobs, pods and other objects: one name means one thing in all of them."""
 
-    pytorchReplicaSpecs: dict[str, Replica | None] | None = None
-    trainer: Trainer | None = None
+    pytorchReplicaSpecs: dict[str, Members | None] | None = None
+    trainer: Members | None = None
     suspend: bool | None = None
     hostname: Text = None
     nodeName: Text = None

@@ -20,7 +20,7 @@ from lockstep.training import files
 from lockstep.training.contract import UserError
 
 from .. import records, snapshots
-from ..backend import Checks, Cluster, JobRecord, Lines, Manifests, Submission
+from ..backend import Cluster, JobRecord, Submission
 from ..lint import errors, refuse, volume_of
 from ..logs import PREFIX
 from ..manifest import HASH, JOB, MANAGED, Manifest, get, merge, spec_in
@@ -91,7 +91,7 @@ class KubernetesBackend(Cluster):
         return cls(Api(load), place.get("namespace") or default, context=context)
 
     @classmethod
-    def manifests(cls, spec: JobSpec) -> Manifests:
+    def manifests(cls, spec: JobSpec) -> list[Manifest]:
         return render.manifests(spec)
 
     @classmethod
@@ -114,7 +114,7 @@ class KubernetesBackend(Cluster):
         return own
 
     @classmethod
-    def doctor(cls, spec: JobSpec | None, **place: str | None) -> Checks:
+    def doctor(cls, spec: JobSpec | None, **place: str | None) -> list[Check]:
         from .doctor import Doctor
 
         try:
@@ -138,7 +138,7 @@ class KubernetesBackend(Cluster):
         decided = self.prepared(last)
         return [*(self.prepared(spec, kind=decided.spec.k8s.kind) for spec in others), decided]
 
-    def drift(self, spec: JobSpec) -> Lines:
+    def drift(self, spec: JobSpec) -> list[str]:
         known = self.require(spec.name)
         return known.differences(render.of_kind(snapshots.resolve(spec)[0], known.handle["kind"]))
 
@@ -190,7 +190,7 @@ class KubernetesBackend(Cluster):
             return known
         raise Unreachable(f"{name} is being deleted: submit it again when it is gone")
 
-    def preflight(self, job: Submission) -> Checks:
+    def preflight(self, job: Submission) -> list[Check]:
         """Runs the server's dry run, and returns the rows of `doctor`."""
         from .doctor import Doctor
 
@@ -237,7 +237,7 @@ class KubernetesBackend(Cluster):
         self._complete(known.spec, known.handle)
         return super().attach(job, known)
 
-    def _complete(self, spec: JobSpec, live: Manifest, rendered: Manifests | None = None) -> None:
+    def _complete(self, spec: JobSpec, live: Manifest, rendered: list[Manifest] | None = None) -> None:
         """Creates the objects of a job that waits for them, and lets the job run.
 
         Args:
@@ -316,7 +316,7 @@ class KubernetesBackend(Cluster):
 
     def _printed_status(self, known: JobRecord) -> records.RunStatus | None:
         """Returns the newest status.json in the log of the first pod, whichever rank there printed it."""
-        for line in reversed([*self._reader(known).tail(hosts(known.handle)[:1], None, False, STATUS_LINES)]):
+        for line in reversed([*self._reader(known).lines(hosts(known.handle)[:1], None, False, STATUS_LINES)]):
             if '"event": "status"' in line:
                 with contextlib.suppress(ValueError):
                     return records.RunStatus.parse(files.parsed(PREFIX.sub("", line, count=1).encode()))
@@ -339,7 +339,7 @@ class KubernetesBackend(Cluster):
             events += self._events(name, "name")
         return status_from_pods(job, pods, events, workload, names, ranks, now, live)
 
-    def _events(self, about: Any, key: str) -> Manifests:
+    def _events(self, about: Any, key: str) -> list[Manifest]:
         """Returns the events of an object by its uid, or of all objects that had this name; the latest last."""
         path = f"/api/v1/namespaces/{self.namespace}/events"
         return sorted(self.api.items(path, fieldSelector=f"involvedObject.{key}={about}"), key=seen_at)
@@ -357,11 +357,10 @@ class KubernetesBackend(Cluster):
         return None
 
     def stream(self, known: JobRecord, rank: int | None, follow: bool, last: int | None) -> Iterator[str]:
-        reader, names = self._reader(known), self._of_rank(known, rank)
-        yield from reader.lines(names, rank, follow) if last is None else reader.tail(names, rank, follow, last)
+        yield from self._reader(known).lines(self._of_rank(known, rank), rank, follow, last)
 
     @staticmethod
-    def _of_rank(known: JobRecord, rank: int | None) -> Lines:
+    def _of_rank(known: JobRecord, rank: int | None) -> list[str]:
         """Returns the host that a rank is on, or all hosts."""
         names = hosts(known.handle)
         return names if rank is None else [names[rank // known.spec.ranks]]
@@ -371,7 +370,7 @@ class KubernetesBackend(Cluster):
 
         return Reader(self, known)
 
-    def exec(self, known: JobRecord, rank: int, command: Lines, streams: Streams) -> int:
+    def exec(self, known: JobRecord, rank: int, command: list[str], streams: Streams) -> int:
         from .exec import beside
 
         (host,) = self._of_rank(known, rank)
@@ -407,20 +406,14 @@ class KubernetesBackend(Cluster):
                 raise UserError(f"{name} is still there {timeout:g} s after its deletion: see its finalizers and pods")
             time.sleep(min(self.interval, 0.5))
 
-    def list(self) -> list[JobSummary]:
-        # From the server's watch cache: another list would need a quorum read of etcd.
-        query = {"labelSelector": MANAGED_SELECTOR, "resourceVersion": "0"}
-        jobs = self.api.jobs(self.namespace, **query)
-        return sorted((_row(job) for _, of_kind in jobs for job in of_kind), key=lambda row: row.name)
-
     def job(self, name: str) -> Manifest | None:
         return next((job for _, jobs in self._named(name) for job in jobs), None)
 
-    def _named(self, name: str) -> Iterator[tuple[str, Manifests]]:
+    def _named(self, name: str) -> Iterator[tuple[str, list[Manifest]]]:
         """Yields the job of that name in each kind that is served: a list of one, or an empty list."""
         return self.api.jobs(self.namespace, fieldSelector=f"metadata.name={name}")
 
-    def pods(self, job: Manifest) -> Manifests:
+    def pods(self, job: Manifest) -> list[Manifest]:
         """Returns the job's own pods. It leaves out pods of an earlier job of this name, and pods that another user gave this label."""
         selector = f"{JOB}={get(job, 'metadata', 'name')}"
         pods = self.api.items(f"/api/v1/namespaces/{self.namespace}/pods", labelSelector=selector)
@@ -438,6 +431,12 @@ class KubernetesBackend(Cluster):
 
     def _where(self, job: Manifest) -> str:
         return f"{job.get('kind', 'job')} {self.namespace}/{get(job, 'metadata', 'name')} at {self.api.host}"
+
+    def list(self) -> list[JobSummary]:
+        # From the server's watch cache: another list would need a quorum read of etcd.
+        query = {"labelSelector": MANAGED_SELECTOR, "resourceVersion": "0"}
+        jobs = self.api.jobs(self.namespace, **query)
+        return sorted((_row(job) for _, of_kind in jobs for job in of_kind), key=lambda row: row.name)
 
 
 def _row(job: Manifest) -> JobSummary:

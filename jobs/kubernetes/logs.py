@@ -52,27 +52,19 @@ class Reader:
         self._stop = threading.Event()
         self._gone_since: float | None = None
 
-    def lines(self, hosts: list[str], rank: int | None, follow: bool) -> Iterator[str]:
-        """Yields the lines of `hosts`, of one rank or of all."""
-        if not follow:
-            for pod in sorted(self._of(hosts), key=host):
-                yield from _pick((line for _, line in self._once(pod, False, "")), host(pod), rank)
-            return
-        yield from self._follow_all(hosts, rank, {})
-
-    def tail(self, hosts: list[str], rank: int | None, follow: bool, count: int) -> Iterator[str]:
-        """Yields the last `count` lines of each of `hosts`, of one rank or of all; with `follow`, also all later lines."""
+    def lines(self, hosts: list[str], rank: int | None, follow: bool, last: int | None = None) -> Iterator[str]:
+        """Yields the lines of `hosts`, of one rank or of all. `last`: begin this many lines before the end of each log."""
         seen: dict[str, LogCursor] = {}
-        pods = sorted(self._of(hosts), key=_age)  # the newest of a host comes last
 
         def own(pod: dict[str, Any]) -> Iterator[str]:
             # The server knows no ranks, so all lines are read to find those of one rank.
-            for stamp, line in self._once(pod, False, "", max(count, 1) if rank is None else None):
+            for stamp, line in self._once(pod, False, "", max(last, 1) if rank is None and last is not None else None):
                 seen[host(pod)] = str(get(pod, "metadata", "uid")), stamp
                 yield from _pick(iter((line,)), host(pod), rank)
 
-        for pod in pods:
-            yield from deque(own(pod), count)
+        if not follow or last is not None:
+            for pod in sorted(self._of(hosts), key=_age):  # the newest of a host comes last
+                yield from own(pod) if last is None else deque(own(pod), last)
         if follow:
             yield from self._follow_all(hosts, rank, seen)
 

@@ -154,19 +154,10 @@ def hosts(job: Object) -> list[str]:
 
 def state_of(job: Object) -> State:
     """Returns the state from the job's own conditions, without a query of its pods."""
-    if condition(job, "Succeeded") or condition(job, "Complete"):
-        return "succeeded"
-    failed = condition(job, "Failed")
-    if failed:
-        return _failure(failed, [], [])[0]
-    if get(job, "metadata", "annotations", INCOMPLETE) is not None:
-        return "pending"
-    if _is_suspended(job):
-        return "queued"
-    if condition(job, "Restarting"):
-        return "restarting"
+    state, *_ = _classify(_Seen(job, [], [], None, nodes=1, now=0.0))
     ready = any(item.get("ready") for item in mappings(get(job, "status", "jobsStatus")))
-    return "running" if condition(job, "Running") or ready else "pending"
+    is_complete = get(job, "metadata", "annotations", INCOMPLETE) is None
+    return "running" if state == "pending" and is_complete and (condition(job, "Running") or ready) else state
 
 
 def _is_suspended(job: Object) -> bool:

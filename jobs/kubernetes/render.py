@@ -7,13 +7,10 @@ frames. Every job gets a NetworkPolicy, and ConfigMaps of its code. The lint rul
 from __future__ import annotations
 
 import base64
-import json
 import re
 from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
-
-from lockstep.training.contract import ENV_METRICS_PORT, METRICS_PORT
 
 from .. import lint
 from ..lint import volume_of
@@ -32,7 +29,16 @@ from ..manifest import (
     spec_text,
     without_none,
 )
-from ..spec.model import CODE_PARTS, GRACE_MARGIN, JobSpec, code_identity, launch_command, prepares
+from ..spec.model import (
+    CODE_PARTS,
+    GRACE_MARGIN,
+    JobSpec,
+    code_identity,
+    container_environment,
+    launch_command,
+    literal,
+    prepares,
+)
 
 KINDS = {
     "PyTorchJob": ("kubeflow.org/v1", "pytorchjobs"),
@@ -60,14 +66,6 @@ MANAGER = "lockstep.dev/submit"
 LINGER_SECONDS = 30
 """Seconds that other workers stay after rank 0. The operator ends a job when it sees the first completed worker, and removes the logs of
 the others. After this time it has seen rank 0's pod."""
-INJECTED = re.compile(
-    r"PET_.*|RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|GROUP_RANK|TORCHELASTIC_.*"
-)
-_FOUND_BY = re.compile(
-    r"apiVersion|kind|metadata(\.(name|namespace|labels|annotations)(\..*)?)?|.*\.template\.metadata(\.labels(\..*)?)?"
-    r"|spec(\.(runPolicy|trainer|runtimePatches|pytorchReplicaSpecs(\.Worker)?))?"
-)
-"""Paths by which Lockstep finds a job and its pods, and paths that must stay a mapping or a list."""
 
 
 def path_of(namespace: str, kind: str, name: str = "") -> str:
@@ -106,9 +104,7 @@ def job(spec: JobSpec, submission: str = RENDERED) -> Manifest:
     return {
         "apiVersion": KINDS[kind][0],
         "kind": kind,
-        "metadata": without_none(
-            {"name": spec.name, "namespace": spec.k8s.namespace, "labels": marks, "annotations": annotations}
-        ),
+        "metadata": {**_metadata(spec, spec.name, marks), "annotations": annotations},
         "spec": _trainjob(spec, template) if kind == "TrainJob" else _pytorchjob(spec, template),
     }
 
@@ -141,11 +137,7 @@ def _trainjob(spec: JobSpec, template: Manifest) -> Manifest:
     """Returns the spec of a TrainJob. The runtime injects PET_*. The pod's volumes, security and affinity are in a `runtimePatch`."""
     pod = template["spec"]
     (node,) = pod["containers"]
-    own = {
-        "name": CONTAINERS["TrainJob"],
-        "volumeMounts": node["volumeMounts"],
-        "securityContext": node["securityContext"],
-    }
+    own = {"name": CONTAINERS["TrainJob"], **{key: node[key] for key in ("volumeMounts", "securityContext")}}
     allowed = (
         "serviceAccountName", "nodeSelector", "affinity", "tolerations", "volumes", "imagePullSecrets",
         "securityContext", "terminationGracePeriodSeconds",
@@ -175,16 +167,12 @@ def _trainjob(spec: JobSpec, template: Manifest) -> Manifest:
     }
 
 
-def template(job: Manifest) -> Any:
-    """Returns the pods' template in a job; None if a patch has removed the template."""
-    if job.get("kind") == "PyTorchJob":
-        return get(job, "spec", "pytorchReplicaSpecs", "Worker", "template")
-    jobs = get(job, "spec", "runtimePatches", 0, "trainingRuntimeSpec", "template", "spec", "replicatedJobs")
-    return get(jobs, 0, "template", "spec", "template")
-
-
 def labels(spec: JobSpec) -> dict[str, str]:
     return {JOB: spec.name, HASH: spec.hash(), **MANAGED}
+
+
+def _metadata(spec: JobSpec, name: str, marks: dict[str, str]) -> Manifest:
+    return without_none({"name": name, "namespace": spec.k8s.namespace, "labels": marks})
 
 
 def _pod_metadata(spec: JobSpec) -> Manifest:
@@ -233,7 +221,7 @@ def container(spec: JobSpec, mounts: list[Manifest]) -> Manifest:
         "name": CONTAINERS["PyTorchJob"],
         **({"image": spec.image} if spec.image is not None else {}),
         "imagePullPolicy": spec.k8s.image_pull_policy,
-        "command": [_literal(word) for word in words],
+        "command": [literal(word) for word in words],
         "env": environment(spec),
         "ports": ports,
         "resources": resources(spec),
@@ -242,33 +230,20 @@ def container(spec: JobSpec, mounts: list[Manifest]) -> Manifest:
         "securityContext": {
             "allowPrivilegeEscalation": False,
             "readOnlyRootFilesystem": True,
-            "capabilities": {
-                "drop": ["ALL"]
-            },  # RDMA needs none: the container runtime's memlock limit bounds pinned memory
+            # RDMA needs none: the container runtime's memlock limit bounds pinned memory.
+            "capabilities": {"drop": ["ALL"]},
         },
     }
 
 
 def environment(spec: JobSpec) -> list[Manifest]:
     """Returns the variables of the job. The operator appends its own after them, so that its values win."""
-    values = {
-        "HOME": "/tmp",  # noqa: S108 - the root is read-only
-        "PYTHONUNBUFFERED": "1",
-        ENV_METRICS_PORT: str(spec.metrics_port) if spec.metrics_port != METRICS_PORT else None,
-        # The image shows all GPUs, for a start by hand. If nvidia's runtime is the default, this job would see them, too.
-        "NVIDIA_VISIBLE_DEVICES": None if spec.gpus else "void",
-        "OMP_NUM_THREADS": None if spec.gpus else str(max(1, int(spec.cpus / spec.ranks))),
-    }
-    if spec.gpus:
-        values["NCCL_DEBUG"] = "WARN"
-        values["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1"
-        if any(name.endswith("/efa") for name in spec.k8s.rdma):
-            values["FI_PROVIDER"] = "efa"
-    values |= spec.env
+    values = {} if spec.gpus else {"OMP_NUM_THREADS": str(max(1, int(spec.cpus / spec.ranks)))}
+    if spec.gpus and any(name.endswith("/efa") for name in spec.k8s.rdma):
+        values["FI_PROVIDER"] = "efa"
+    values |= container_environment(spec)
     items: list[Manifest] = [
-        {"name": name, "value": _literal(value)}
-        for name, value in sorted(values.items())
-        if value is not None and name not in spec.secrets
+        {"name": name, "value": literal(value)} for name, value in sorted(values.items()) if name not in spec.secrets
     ]
     return items + [
         {"name": name, "valueFrom": {"secretKeyRef": {"name": source.secret, "key": source.key}}}
@@ -341,11 +316,6 @@ def _code_volume(spec: JobSpec, submission: str) -> Manifest:
     return {"name": CODE_VOLUME, "projected": {"defaultMode": 0o444, "sources": sources}}
 
 
-def _literal(text: str) -> str:
-    """Escapes `$` as `$$`, because the kubelet expands `$(NAME)` in commands and values."""
-    return text.replace("$", "$$")
-
-
 def network_policy(spec: JobSpec, submission: str = RENDERED) -> Manifest:
     """Returns the policy: only the job's own pods reach its ports, which authenticate no client; Prometheus reaches the metrics ports."""
     own = {"matchLabels": {JOB: spec.name}}
@@ -354,13 +324,7 @@ def network_policy(spec: JobSpec, submission: str = RENDERED) -> Manifest:
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
-        "metadata": without_none(
-            {
-                "name": f"{spec.name}-{submission}",
-                "namespace": spec.k8s.namespace,
-                "labels": labels(spec),
-            }
-        ),
+        "metadata": _metadata(spec, f"{spec.name}-{submission}", labels(spec)),
         "spec": {
             "podSelector": own,
             "policyTypes": ["Ingress"],
@@ -378,18 +342,24 @@ def code_maps(spec: JobSpec, submission: str, packed: bytes) -> list[Manifest]:
     maps = []
     for index, name in enumerate(code_map_names(spec, submission)):
         piece = packed[index * CODE_PART_BYTES : (index + 1) * CODE_PART_BYTES]
-        metadata = without_none({"name": name, "namespace": spec.k8s.namespace, "labels": marks})
         data = {CODE_KEY: base64.b64encode(piece).decode()}
-        maps.append(
-            {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "immutable": True, "binaryData": data}
-        )
+        about = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": _metadata(spec, name, marks)}
+        maps.append({**about, "immutable": True, "binaryData": data})
     return maps
 
 
 class Subject(lint.Subject):
     """A PyTorchJob or TrainJob."""
 
-    volumes = True
+    volumes, section = True, "k8s"
+    taken = re.compile(
+        r"PET_.*|RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|GROUP_RANK|TORCHELASTIC_.*"
+    )
+    found_by = re.compile(
+        r"apiVersion|kind|metadata(\.(name|namespace|labels|annotations)(\..*)?)?|.*\.template\.metadata(\.labels(\..*)?)?"
+        r"|spec(\.(runPolicy|trainer|runtimePatches|pytorchReplicaSpecs(\.Worker)?))?"
+        r"|.*(\.trainingRuntimeSpec|\.replicatedJobs(\[node\])?|\.template(\.spec(\.containers(\[(pytorch|node)\])?)?)?)"
+    )
 
     @property
     def kind(self) -> str:
@@ -402,7 +372,6 @@ class Subject(lint.Subject):
 
     @cached_property
     def patched(self) -> list[Change]:
-        """The changes of the patch to the rendered job."""
         if not self.spec.k8s.patch:
             return []
         plain = job(self.spec)  # without a submission: a patch changes every submission alike
@@ -430,14 +399,6 @@ def name_length(subject: Subject) -> Iterator[str]:
         yield f"the name {name[:40]}… has {len(name)} characters, at most {longest} are possible with these pods: shorten it"
 
 
-@rule("LS012")
-def injected_variables(subject: Subject) -> Iterator[str]:
-    """The operator and the launcher set these variables; a value of yours is overridden, or breaks the job."""
-    for name in sorted(subject.environment):
-        if INJECTED.fullmatch(name):
-            yield f"env sets {name}, which the operator or the launcher sets: remove it"
-
-
 @rule("LS019", "warning")
 def durable_run(subject: Subject) -> Iterator[str]:
     """A run directory on no persistent volume is gone with the pod; what is kept in a bucket is not."""
@@ -449,27 +410,6 @@ def durable_run(subject: Subject) -> Iterator[str]:
             f"run_dir {spec.run_directory} is not on a volume: a restart would begin anew, uncounted; add one to volumes, or set "
             "checkpoint.to to a bucket"
         )
-
-
-@rule("LS028")
-def found_by(subject: Subject) -> Iterator[str]:
-    """A patch may not change names and labels, by which Lockstep finds a job and its pods."""
-    if not subject.patched:
-        return
-    for change in subject.patched:
-        if change.ours and _FOUND_BY.fullmatch(change.path):
-            yield f"k8s.patch changes {change.path}, by which Lockstep finds the job and its pods: leave it out"
-    name = CONTAINERS[subject.kind]
-    names = [item.get("name") for item in mappings(get(template(subject.job), "spec", "containers"))]
-    if name not in names:
-        yield f"k8s.patch leaves no container {name}, in which the ranks run: keep its name"
-
-
-@rule("LS046", "note")
-def changed(subject: Subject) -> Iterator[str]:
-    """A patch may open any door that the namespace leaves open, so everything that it changes is shown."""
-    for change in subject.patched:
-        yield f"k8s.patch sets {change.path}: {json.dumps(change.value)[:200]}"
 
 
 @rule("LS036")

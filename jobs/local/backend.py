@@ -19,13 +19,13 @@ from lockstep.training import contract, extras, files
 from lockstep.training.contract import UserError
 
 from .. import records, snapshots
-from ..backend import Backend, Checks, JobRecord, Lines, Submission
+from ..backend import Backend, JobRecord, Submission
 from ..logs import follow as follow_logs
 from ..logs import last_error
 from ..manifest import size_in_bytes
-from ..process import Streams, exec_command, run
+from ..process import Streams, exec_command, run, signal_name
 from ..spec.model import GRACE_MARGIN, JobSpec, code_identity, launch_command
-from ..status import Check, JobSummary, NodeStatus, State, Status, SubmitResult, warn
+from ..status import Check, JobSummary, NodeStatus, State, Status, SubmitResult
 from . import supervise
 from .supervise import ENDED, RUNNING, alive, end_of, here, start_ticks
 
@@ -49,9 +49,10 @@ class LocalBackend(Backend):
         return None if record is None else self._known(name, record)
 
     def _known(self, name: str, record: records.LocalJob) -> JobRecord:
-        return JobRecord(name, record.hash, record.spec, record, str(self.folder / name), run_dir=record.run_dir)
+        nodes, where = record.spec.get("nodes", 1), str(self.folder / name)
+        return JobRecord(name, record.hash, record.spec, record, where, nodes, record.run_dir, record.created)
 
-    def preflight(self, job: Submission) -> Checks:
+    def preflight(self, job: Submission) -> list[Check]:
         """Returns checks. The job starts at once, because nothing is reserved here. It may ask for more than the machine has."""
         extras.require("torch")
         spec, cores = job.spec, os.cpu_count() or 1
@@ -155,9 +156,7 @@ class LocalBackend(Backend):
                 "lost", "the processes are gone and left no exit code: the machine restarted, or they were killed"
             )
         if code < 0:
-            named = -code in signal.valid_signals()
-            number = signal.Signals(-code).name if named else f"signal {-code}"
-            code, reason = 128 - code, f"killed by {number}"
+            code, reason = 128 - code, f"killed by {signal_name(-code)}"
         if ended.timed_out:
             return answer("timed_out", f"the time limit of {record.time_limit} s is over", code)
         if code == contract.EXIT_DONE:
@@ -189,7 +188,7 @@ class LocalBackend(Backend):
             files.regular(path).close()
         return follow_logs({0: path}, rank, True, lambda: not follow or self.status(known.name).final, POLL_SECONDS, last)  # fmt: skip
 
-    def exec(self, known: JobRecord, rank: int, command: Lines, streams: Streams) -> int:
+    def exec(self, known: JobRecord, rank: int, command: list[str], streams: Streams) -> int:
         record = known.handle
         self._check_here(known, "run the command there")
         launcher = self._alive(self.folder / known.name, RUNNING)
@@ -214,14 +213,7 @@ class LocalBackend(Backend):
         return status
 
     def list(self) -> list[JobSummary]:
-        rows = []
-        for known in (self._known(*job) for job in records.job_records(self.folder, records.LocalJob)):
-            try:
-                state = self.observe(known).state
-                rows.append(JobSummary(known.name, state, known.plain.get("nodes", 1), known.handle.created))
-            except UserError as error:
-                warn(str(error))
-        return rows
+        return self._summaries(self._known(*job) for job in records.job_records(self.folder, records.LocalJob))
 
 
 BACKEND = LocalBackend

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-import uuid
 from pathlib import Path
 
+from lockstep.training import files
 from lockstep.training.contract import UserError
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -39,20 +38,17 @@ def create(folder: Path, name: str | None = None) -> list[str]:
     if there or (not folder.is_dir() and os.path.lexists(folder)):
         what = f"holds {there.name} already" if there else "is not a folder"
         raise UserError(f"{folder} {what}: name a folder that is new or empty")
-    files = {
+    contents = {
         NAMES.get(path.name, path.name): path.read_text(encoding="utf-8").replace("@name@", name)
         for path in TEMPLATES.iterdir()
         if path.is_file()
     }
-    temporary = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}")
     try:
-        for target, text in files.items():
-            path = temporary / target
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
-        temporary.rename(folder)  # replaces an empty folder; raises if another process has filled the folder
+        with files.replacing(folder, durable=False) as temporary:
+            for target, text in contents.items():
+                path = temporary / target
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write {folder}: {error.strerror}") from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return sorted(files)
+    return sorted(contents)

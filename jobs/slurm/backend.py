@@ -19,8 +19,9 @@ from lockstep.training.contract import UserError
 from lockstep.wire import submitit_api
 
 from .. import process, records, snapshots
-from ..backend import Checks, Cluster, JobRecord, Lines, Manifests, Specs, Submission
+from ..backend import Cluster, JobRecord, Submission
 from ..logs import follow as follow_logs
+from ..manifest import Manifest
 from ..process import Streams, exec_command
 from ..records import SlurmJob
 from ..spec.model import JobSpec, check_preparation, code_identity, preparation, preparation_name, prepares
@@ -64,11 +65,11 @@ class SlurmBackend(Cluster):
         return cls()
 
     @classmethod
-    def manifests(cls, spec: JobSpec) -> Manifests:
+    def manifests(cls, spec: JobSpec) -> list[Manifest]:
         return render.manifests(spec, render.submitit_folder(spec.name))
 
     @classmethod
-    def render(cls, spec: JobSpec, runs: Specs) -> str:
+    def render(cls, spec: JobSpec, runs: list[JobSpec]) -> str:
         """Returns the batch script."""
         (sent,) = render.manifests(spec, render.submitit_folder(spec.name), elements=len(runs))
         return str(sent["script"])
@@ -80,7 +81,7 @@ class SlurmBackend(Cluster):
         return sent["script"], {"script": sent["script"]}
 
     @classmethod
-    def doctor(cls, spec: JobSpec | None, **place: str | None) -> Checks:  # noqa: ARG003 - this machine is one of it
+    def doctor(cls, spec: JobSpec | None, **place: str | None) -> list[Check]:  # noqa: ARG003 - this machine is one of it
         """Returns the checks of the controller and of preemption, and for a job sbatch's own answer."""
         cluster = doctor.cluster()
         if cluster.result == "missing":
@@ -100,7 +101,7 @@ class SlurmBackend(Cluster):
         manifests = render.manifests(spec, folder, after, max(1, len(runs)))
         return Submission(spec, runs, manifests, RULES.apply(spec, manifests))
 
-    def preflight(self, job: Submission) -> Checks:
+    def preflight(self, job: Submission) -> list[Check]:
         """Returns the check of preemption, and sbatch's own answer."""
         return [doctor.preemption(), submission.preflight(job.spec.name, job.manifests[0]["script"])]
 
@@ -249,7 +250,7 @@ class SlurmBackend(Cluster):
             logs, rank, spec.live, lambda: not follow or self.status(known.name).final, min(self.interval, 1.0), last, NOISE
         )  # fmt: skip
 
-    def exec(self, known: JobRecord, rank: int, command: Lines, streams: Streams) -> int:
+    def exec(self, known: JobRecord, rank: int, command: list[str], streams: Streams) -> int:
         """Runs the command as a step of the same job, on the rank's node, without further resources."""
         spec, record = JobSpec.recorded(known.name, known.plain), known.handle
         if spec.slurm.container is not None:
@@ -279,25 +280,16 @@ class SlurmBackend(Cluster):
         jobs = [_known(*job) for job in records.job_records(self.folder, SlurmJob)]
         not_ended = [job.handle.job_id for job in jobs if observe.ended(self.folder / job.name) is None]
         query = observe.query_all([job_id for job_id in not_ended if job_id]) if jobs else observe.query
-        rows = []
-        for job in jobs:
-            try:
-                # SLURM may know a job without a number by its comment.
-                known = job if job.handle.job_id is not None else self.require(job.name)
-                state = self._observed(known, query).state
-            except Unreachable:
-                raise
-            except UserError as error:
-                warn(str(error))
-                continue
-            rows.append(JobSummary(job.name, state, job.handle.spec.nodes, job.handle.created))
-        return rows
+
+        def observe_one(job: JobRecord) -> Status:  # SLURM may know a job without a number by its comment
+            return self._observed(job if job.handle.job_id is not None else self.require(job.name), query)
+
+        return self._summaries(jobs, observe_one)
 
 
 def _known(name: str, record: SlurmJob) -> JobRecord:
-    return JobRecord(
-        name, record.hash, record.spec.model_dump(exclude_unset=True), record, _where(record), run_dir=record.run_dir
-    )
+    spec = record.spec.model_dump(exclude_unset=True)
+    return JobRecord(name, record.hash, spec, record, _where(record), record.spec.nodes, record.run_dir, record.created)
 
 
 def _keep_end(folder: Path, before: Status | None, status: Status, info: observe.JobInfo) -> None:

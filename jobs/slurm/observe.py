@@ -144,7 +144,7 @@ def read(line: str) -> JobInfo | None:
     return JobInfo(
         job_id, state, value("Reason"), _number(value("Restarts")), _number(value("ExitCode").split(":")[0]),
         value("NodeList"), value("Partition"), value("Requeue") != "0",
-        _number(value("EndTime")) or None if final(state) else None, _number(value("StartTime")) or None,
+        _number(value("EndTime")) or None if state in FINAL else None, _number(value("StartTime")) or None,
     )  # fmt: skip
 
 
@@ -164,7 +164,7 @@ def accounting(*job_ids: str) -> dict[str, JobInfo]:
     for line in done.stdout.splitlines() if done.returncode == 0 else []:
         job_id, state, code, nodes, partition, end, start = (line.split("|") + [""] * 7)[:7]
         state = state.split(" ")[0]  # CANCELLED by 1000
-        ended = (_number(end) or time.time()) if final(state) else None
+        ended = (_number(end) or time.time()) if state in FINAL else None
         known[job_id] = JobInfo(
             job_id, state, "", 0, _number(code.split(":")[0]), nodes, partition, True, ended, _number(start) or None
         )  # fmt: skip
@@ -172,7 +172,7 @@ def accounting(*job_ids: str) -> dict[str, JobInfo]:
 
 
 _COLUMNS_OF_SACCT = "JobID,State,ExitCode,NodeList,Partition,End,Start"
-_COLUMNS_OF_SQUEUE = (
+_COLUMNS_OF_SQUEUE = [
     "JobArrayID",
     "State",
     "Reason",
@@ -182,7 +182,7 @@ _COLUMNS_OF_SQUEUE = (
     "Partition",
     "Requeue",
     "EndTime",
-)
+]
 _WIDTH = 200
 """Width of a column of squeue, which cuts off longer values."""
 
@@ -197,7 +197,7 @@ def query_all(job_ids: list[str]) -> Query:
         job_id, state, reason, restarts, code, nodes, partition, requeue, end = row
         known[job_id] = JobInfo(
             job_id, state, "" if reason == "None" else reason, _number(restarts), _number(code.split(":")[0]),
-            nodes, partition, requeue not in ("0", "no"), _number(end) or None if final(state) else None,
+            nodes, partition, requeue not in ("0", "no"), _number(end) or None if state in FINAL else None,
         )  # fmt: skip
     away, forgotten = [job_id for job_id in job_ids if job_id not in known], None
     try:
@@ -267,10 +267,6 @@ def by_rank(hosts: list[str], live: bool) -> list[str]:
     return [*hosts[:1], *sorted(hosts[1:])] if live else hosts
 
 
-def final(state: str) -> bool:
-    return state in FINAL
-
-
 def one_line(text: str) -> str:
     return " ".join(text.split())[:300]
 
@@ -304,7 +300,7 @@ def settled(record: SlurmJob, info: JobInfo) -> bool:
 def confirms(end: Status, record: SlurmJob, info: JobInfo) -> bool:
     """Returns whether SLURM knows nothing later than this end. By then every note is visible, also on a slow file system."""
     noted = max((node.restarts for node in end.ranks), default=0)
-    return not info.state or (settled(record, info) and final(info.state) and info.restarts <= noted)
+    return not info.state or (settled(record, info) and info.state in FINAL and info.restarts <= noted)
 
 
 class Evidence:
@@ -396,7 +392,7 @@ def _classify(job: Evidence) -> tuple[State, str, int | None]:
     if held or info.state.startswith("REQUEUE"):
         next_start = f"is held: scontrol release {info.job_id}" if held else "SLURM starts it again"
         return "restarting", f"restart {job.restarts}: {next_start}", None
-    if info.state and not final(info.state):
+    if info.state and info.state not in FINAL:
         where = f" on {info.nodes}" if info.nodes else ""
         if info.state == "COMPLETING":
             return "running", f"is ending{where}{f', restart {job.restarts}' if job.restarts else ''}", None

@@ -24,7 +24,7 @@ from lockstep.training.contract import UserError
 from lockstep.wire import submitit_api
 
 from .. import lint, records, snapshots
-from ..manifest import Manifest, get, holds, size_in_bytes, without_none
+from ..manifest import get, holds, size_in_bytes, without_none
 from ..spec.model import JobSpec, launch_command, rank_command, session_options
 from .task import TrainingTask
 
@@ -296,14 +296,15 @@ def _patch(patch: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
 class Subject(lint.Subject):
     """A batch script and its parameters."""
 
+    taken = re.compile("RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|SLURM_.*|SBATCH_.*")
+
     @property
-    def job(self) -> Manifest:
-        return self.objects[0] if self.objects else {}
+    def needs_image(self) -> bool:
+        return self.spec.slurm.container is not None
 
     @property
     def image(self) -> str | None:
-        settings = self.spec.slurm
-        return settings.image or self.spec.image if settings.container is not None else None
+        return self.spec.slurm.image or self.spec.image
 
 
 RULES = lint.Rules(Subject)
@@ -317,8 +318,8 @@ def _is_node_local(path: str) -> bool:
 @rule("LS102")
 def time_to_train(subject: Subject) -> Iterator[str]:
     """The signal comes before the time limit; a limit that is hardly longer leaves no time to train."""
-    lead = get(subject.job, "parameters", "slurm_signal_delay_s") or 0
-    limit = 60 * int(get(subject.job, "parameters", "timeout_min") or 0)
+    lead = get(subject.objects[0], "parameters", "slurm_signal_delay_s") or 0
+    limit = 60 * int(get(subject.objects[0], "parameters", "timeout_min") or 0)
     # SLURM checks every 30 s, so the signal may come 30 s earlier.
     if limit < lead + 30 + RUN_SECONDS:
         yield (
@@ -330,37 +331,16 @@ def time_to_train(subject: Subject) -> Iterator[str]:
 @rule("LS103", "warning")
 def shared_folders(subject: Subject) -> Iterator[str]:
     """The nodes read the job's payload and write its logs. A run directory on a node's own disk is gone when the job starts elsewhere."""
-    path = str(get(subject.job, "run_dir"))
-    output = str(get(subject.job, "parameters", "slurm_additional_parameters", "output"))
+    path = str(get(subject.objects[0], "run_dir"))
+    output = str(get(subject.objects[0], "parameters", "slurm_additional_parameters", "output"))
     if _is_node_local(path) and subject.spec.checkpoints_bucket is None:
         yield f"run_dir {path} is usually local to a node: choose a folder that all nodes see, or set checkpoint.to to a bucket"
     if _is_node_local(output):
         yield f"{PurePosixPath(output).parent} is usually local to a machine: set LOCKSTEP_HOME to a folder that all nodes see"
 
 
-@rule("LS105", "warning")
-def slurm_interface(subject: Subject) -> Iterator[str]:
-    """NCCL may choose an interface that the other nodes cannot reach."""
-    spec = subject.spec
-    exported = any("NCCL_SOCKET_IFNAME=" in line for line in spec.slurm.setup)
-    if spec.gpus and spec.nodes > 1 and not exported and "NCCL_SOCKET_IFNAME" not in spec.env:
-        yield "NCCL_SOCKET_IFNAME is not set: on nodes with several interfaces export it in slurm.setup (or --profile)"
-
-
 @rule("LS110")
-def container_image(subject: Subject) -> Iterator[str]:
-    """A container needs an image, and an image a container runtime."""
-    settings = subject.spec.slurm
-    if settings.container is not None and not (settings.image or subject.spec.image):
-        yield f"slurm.container is {settings.container}, but there is no image: set slurm.image"
-    if settings.container is None and settings.image is not None:
+def container_runtime(subject: Subject) -> Iterator[str]:
+    """An image needs a container runtime."""
+    if subject.spec.slurm.container is None and subject.spec.slurm.image is not None:
         yield "slurm.image is not used: set slurm.container to pyxis or apptainer"
-
-
-@rule("LS113")
-def launcher_variables(subject: Subject) -> Iterator[str]:
-    """The ranks' places come from SLURM."""
-    taken = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    set_by_slurm = [name for name in subject.spec.env if name in taken or name.startswith(("SLURM_", "SBATCH_"))]
-    if set_by_slurm:
-        yield f"env {set_by_slurm[0]} is set by SLURM: remove it"

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import io
 import os
 import re
 import shlex
-import tarfile
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -34,17 +32,8 @@ CONNECT_SECONDS = 15
 SSH_FAILED = 255
 """Exit code of ssh itself. A program may also end with it."""
 OF_THE_SPEC = (
-    "--name",
-    "--recipe",
-    "--image",
-    "--nodes",
-    "--gpus",
-    "--namespace",
-    "--context",
-    "--host",
-    "--set",
-    "--profile",
-)
+    "--name", "--recipe", "--image", "--nodes", "--gpus", "--namespace", "--context", "--host", "--set", "--profile",
+)  # fmt: skip
 """Options that describe the job. They are left out, because the file that is sent contains their values."""
 JOB = "job.yaml"
 _OUTSIDE = "import sys; sys.path[:] = filter(None, sys.path); "
@@ -186,13 +175,7 @@ def _packed(spec: JobSpec, submits: bool) -> bytes:
         archive.check_path(recipe)
         sent[recipe] = settings.read_text(Path(recipe)).encode()
     sent[JOB] = to_yaml([plain]).encode()  # not JSON: YAML reads 1e-05 as a text
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w:gz") as tar:
-        for name, data in sent.items():
-            member = tarfile.TarInfo(name)
-            member.size = len(data)
-            tar.addfile(member, io.BytesIO(data))
-    return packed.getvalue()
+    return archive.pack(archive.File(name, False, data) for name, data in sent.items())
 
 
 def _secrets(values: Mapping[str, str | None]) -> str:

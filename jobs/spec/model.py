@@ -22,7 +22,7 @@ from typing_extensions import Self
 
 from lockstep.training import config as configuration
 from lockstep.training.config import settings
-from lockstep.training.contract import METRICS_PORT, UserError
+from lockstep.training.contract import ENV_METRICS_PORT, METRICS_PORT, UserError
 from lockstep.wire.payload import SessionOptions
 
 from ..manifest import seconds
@@ -98,7 +98,7 @@ class JobSpec(Section):
     time_limit: Duration = "24h"
     """Longest time for the job, with all its restarts. SLURM: longest time for one start; a job that reaches it saves and is requeued."""
     max_restarts: MaxRestarts = 3
-    """Restarts after failures, per node. Preemptions do not count; on SLURM they count if nothing new was saved."""
+    """Restarts of the job after failures. Preemptions do not count; on SLURM they count if nothing new was saved."""
     live: bool = False
     """Where a rank or a node is lost, the others go on without it, with sync.name=exact. Unproven on GPUs."""
     join_timeout: Duration | None = None
@@ -378,22 +378,35 @@ def load_profile(name: str) -> dict[str, Any]:
     Raises:
         UserError: there is no such profile, or it has a mistake.
     """
-    if name.endswith((".yaml", ".yml")):
-        path = Path(name)
-    else:
+    known = {path.stem: path for folder in reversed(profile_folders()) for path in folder.glob("*.yaml")}
+    path = Path(name) if name.endswith((".yaml", ".yml")) else known.get(name)
+    if path is None:
         if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name):
             raise UserError(f"--profile takes a name or the path of a .yaml file, got {name!r}")
-        candidates = [folder / f"{name}.yaml" for folder in profile_folders() if (folder / f"{name}.yaml").exists()]
-        if not candidates:
-            known = {path.stem for folder in profile_folders() for path in folder.glob("*.yaml")}
-            where = ", ".join(str(folder) for folder in profile_folders())
-            raise UserError(f"there is no profile {name!r} in {where}{settings.nearest(name, known)}")
-        path = candidates[0]
+        where = ", ".join(str(folder) for folder in profile_folders())
+        raise UserError(f"there is no profile {name!r} in {where}{settings.nearest(name, known)}")
     values = settings.read_yaml(path)
     unknown = [key for key in values if key not in IN_A_PROFILE]
     if unknown:
         raise UserError(f"{path}: a profile holds {', '.join(IN_A_PROFILE)}; {unknown[0]!r} belongs in the job")
     return values
+
+
+def container_environment(spec: JobSpec) -> dict[str, str]:
+    """Returns the variables of a container, with the job's own."""
+    values = {"HOME": IN_A_CONTAINER, "PYTHONUNBUFFERED": "1"}  # the root is read-only
+    if spec.metrics_port != METRICS_PORT:
+        values[ENV_METRICS_PORT] = str(spec.metrics_port)
+    if spec.gpus:
+        values |= {"NCCL_DEBUG": "WARN", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+    else:  # the image shows all GPUs, for a start by hand. If nvidia's runtime is the default, this job would see them, too.
+        values["NVIDIA_VISIBLE_DEVICES"] = "void"
+    return values | spec.env
+
+
+def literal(text: str) -> str:
+    """Escapes `$` as `$$`: the kubelet expands `$(NAME)` in commands and values, and Compose expands `$NAME` and `${NAME}` everywhere."""
+    return text.replace("$", "$$")
 
 
 def launch_command(

@@ -29,18 +29,18 @@ PROGRAMS = {
     "hangs": ("-m benchmarks.hangs --rounds 1 --kinds stop --quiet-jobs 1 --quiet-minutes 0.4", "1 of 1 right"),
     "gpu": ("benchmarks/gpu.py --device cpu --small --rounds 1", "bag_of_tricks: matmul "),
 }  # fmt: skip
-"""What starts it, and what it prints."""
+"""Name → (its arguments, a text that it prints)."""
 ROW = r"^(\w+(?: \w+)?) +(\d) +(\d+) +([\d.]+) +[\d.]+× +([\d.]+) \|((?: +[\d.]+){4}) \| +[\d.]+ +[\d.]+$"
-"""Of the table of scaling."""
+"""A row of the table of scaling."""
 
 
 def _run(words: list[str], out: Path) -> tuple[str, dict[str, Any]]:
-    """What a program printed and wrote."""
-    # Lightning warns of what is none of our business.
+    """Returns a program's output and the JSON that it wrote."""
+    # Lightning's warnings do not matter here.
     env = clean_env(PYTHONWARNINGS="ignore", OMP_NUM_THREADS="1", LOCKSTEP_THREADS="1")
-    done = run([PYTHON, *words, "--out", str(out)], env, timeout=240)
-    assert done.code == 0 and str(out) in done.output, done.output
-    return done.output, json.loads(out.read_text())
+    result = run([PYTHON, *words, "--out", str(out)], env, timeout=240)
+    assert result.code == 0 and str(out) in result.output, result.output
+    return result.output, json.loads(out.read_text())
 
 
 @pytest.mark.parametrize(
@@ -61,10 +61,10 @@ def test_scaling_prints_a_row_for_each_way_to_train_also_where_one_fails(tiny: l
         f"--ranks 2 --steps 2 --rounds 1 --batch 12 --strategies {product.DATA_PARALLEL},{product.ALLREDUCE}".split()
     )
     settings = [word for word in tiny if not word.startswith(("data.", "model="))]
-    done = python("-m", "benchmarks.scaling", *words, "--set", *settings, "model=tests.nets:Sociable", timeout=400)
-    assert done.code == 0 and re.search(r"^DataParallel .*nobody is here", done.output, re.M), done.output
-    rows = re.findall(ROW, done.output, re.M)
-    assert [values[:3] for values in rows] == [("batch fixed", "2", "12"), ("AllReduce", "2", "12")], done.output
+    result = python("-m", "benchmarks.scaling", *words, "--set", *settings, "model=tests.nets:Sociable", timeout=400)
+    assert result.code == 0 and re.search(r"^DataParallel .*nobody is here", result.output, re.M), result.output
+    rows = re.findall(ROW, result.output, re.M)
+    assert [values[:3] for values in rows] == [("batch fixed", "2", "12"), ("AllReduce", "2", "12")], result.output
     for _, _, batch, rate, step, phases in rows:
         assert float(rate) == pytest.approx(1000 * int(batch) / float(step), rel=0.05)
         assert sum(map(float, phases.split())) == pytest.approx(float(step), abs=0.3)
@@ -83,6 +83,6 @@ def test_speedrun_and_a_peer_that_fails_costs_its_own_row_alone(tmp_path: Path) 
     words = ["--data-root", str(tmp_path), "--bag", str(tmp_path), "--ours", "bag_of_tricks", "--runs", "1"]
     words += ["--device", "cpu", "--set", "model_options.width=0.0625", "epochs=1", "global_batch_size=64"]
     output, result = _run(["benchmarks/speedrun.py", *words], tmp_path / "out.json")
-    ((own, whole, accuracy),) = result["runs"].pop("bag_of_tricks")
-    assert 0 < own < whole and 0 <= accuracy <= 1 and not result["runs"]
+    ((training, whole, accuracy),) = result["runs"].pop("bag_of_tricks")
+    assert 0 < training < whole and 0 <= accuracy <= 1 and not result["runs"]
     assert "bag FAILED: written for another torch" in output and "written for another torch" in result["failed"]["bag"]

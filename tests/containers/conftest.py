@@ -9,5 +9,5 @@ from tests.containers.jobs import jobs  # noqa: F401 - a fixture of this folder
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that submits keeps a lock there."""
+    """Sets the folder in which a submission keeps a lock."""
     monkeypatch.setenv("LOCKSTEP_HOME", str(tmp_path / "home"))

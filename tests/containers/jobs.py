@@ -1,4 +1,4 @@
-"""Jobs of the Compose backend on a real engine, with names of their own, on one volume that is a folder of this machine."""
+"""Jobs of the Compose backend on a real engine, with unique names, on one volume that is a folder of this machine."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ class Jobs:
     def events(self, spec: JobSpec, kind: str) -> list[dict[str, Any]]:
         return events(self.run(spec), kind)
 
-    def succeeded(self, spec: JobSpec) -> None:
-        found = self.backend.wait(spec.name, BOUND)
-        assert found.state == "succeeded", (found, *self.backend.logs(spec.name))
+    def assert_succeeds(self, spec: JobSpec) -> None:
+        status = self.backend.wait(spec.name, BOUND)
+        assert status.state == "succeeded", (status, *self.backend.logs(spec.name))
 
 
 @pytest.fixture(scope="module")
 def jobs(cpu_image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
     with composed(cpu_image, tmp_path_factory.mktemp("jobs") / "volume") as bench:
-        made = Jobs(bench)
-        yield made
-        remove_jobs(*made.names)
+        suite = Jobs(bench)
+        yield suite
+        remove_jobs(*suite.names)

@@ -1,4 +1,4 @@
-"""A job without its own volume: a bucket has its data and its state."""
+"""A job without a volume: its data and its state are in a bucket."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.containers, pytest.mark.promise("object-stores")]
 def test_another_job_resumes_where_the_first_has_ended(
     jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It begins with an empty volume for its run directory."""
+    """The second job starts with an empty run directory."""
     gateway = docker("network", "inspect", "bridge", "--format", "{{(index .IPAM.Config 0).Gateway}}").strip()
     with moto(tmp_path, "0.0.0.0") as port:
         variables = environment(port)
@@ -39,7 +39,7 @@ def test_another_job_resumes_where_the_first_has_ended(
         for name, epochs in (("first", 1), ("second", 2)):
             spec = job(name, epochs)
             jobs.backend.submit(spec)
-            jobs.succeeded(spec)
-        said = map(json.loads, jobs.backend.logs(spec.name, rank=0))
-        (start,) = [event for event in said if event["event"] == "start"]
+            jobs.assert_succeeds(spec)
+        records = map(json.loads, jobs.backend.logs(spec.name, rank=0))
+        (start,) = [event for event in records if event["event"] == "start"]
         assert start["step"] > 0

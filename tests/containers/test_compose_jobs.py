@@ -13,20 +13,17 @@ import pytest
 from tests import product
 from tests.containers.jobs import BOUND, SHORT, Jobs
 from tests.engine import docker, inspect
-from tests.events import weights_digest
+from tests.events import status_of, weights_digest
 from tests.processes import PYTHON, ROOT, clean_env, poll
 from tests.product import JobSpec
-from tests.terminal import at_a_terminal, until_shown
+from tests.terminal import TRAPS, at_a_terminal, until_shown
 
 pytestmark = [pytest.mark.containers, pytest.mark.promise("compose")]
 
 
-LOCKSTEP = [PYTHON, "-c", product.PROGRAM]
-
-
 @pytest.fixture(scope="module")
 def calm(jobs: Jobs) -> str:
-    """The final weights of one container of four ranks. The same image: bits depend on torch's build."""
+    """Trains four ranks in one container of the same image, because bits depend on torch's build."""
     settings = [f"{name}={value}" for name, value in SHORT.items()]
     words = ["--ranks", "4", "run", "smoke", "--run-dir", "/runs/calm", "--set", *settings]
     volume = f"{jobs.bench.claim}:/runs"
@@ -34,46 +31,46 @@ def calm(jobs: Jobs) -> str:
     return weights_digest(jobs.bench.folder / "calm")
 
 
-def saved(jobs: Jobs, spec: JobSpec, starts: int) -> Callable[[], bool]:
-    """Whether the run has started so often, and has saved since then."""
+def has_saved(jobs: Jobs, spec: JobSpec, starts: int) -> Callable[[], bool]:
+    """Returns a check: the run has started so often, and has saved since."""
 
     def has() -> bool:
-        begun = [event["attempt"] for event in jobs.events(spec, "start")]
-        written = {event["attempt"] for event in jobs.events(spec, "checkpoint_written")}
-        return len(begun) >= starts and begun[-1] in written
+        attempts = [event["attempt"] for event in jobs.events(spec, "start")]
+        saved_attempts = {event["attempt"] for event in jobs.events(spec, "checkpoint_written")}
+        return len(attempts) >= starts and attempts[-1] in saved_attempts
 
     return has
 
 
 @pytest.mark.promise("images")
 def test_nodes_are_killed_and_stopped_and_the_weights_are_those_of_one_container(jobs: Jobs, calm: str) -> None:
-    """A killed node comes back when the job is submitted again. `docker stop` ends both saved, and the next job resumes."""
+    """A new submission restarts a killed node. `docker stop` saves and ends both nodes, and the next job resumes."""
     spec = jobs.smoke("stormy")
     assert jobs.backend.submit(spec).created
-    poll(saved(jobs, spec, 1), BOUND, "a checkpoint")
+    poll(has_saved(jobs, spec, 1), BOUND, "a checkpoint")
     docker("kill", jobs.container(spec, 1))
-    found = jobs.backend.status(spec.name)
-    assert found.state == "restarting" and "node-1 was killed by SIGKILL" in found.reason, found
-    assert [part.ranks for part in found.ranks] == [[0, 1], [2, 3]]
+    status = jobs.backend.status(spec.name)
+    assert status.state == "restarting" and "node-1 was killed by SIGKILL" in status.reason, status
+    assert [part.ranks for part in status.ranks] == [[0, 1], [2, 3]]
     assert not jobs.backend.submit(spec).created, "the same job again brings the node back"
-    poll(saved(jobs, spec, 2), BOUND, "a checkpoint of the second start")
-    docker("kill", jobs.container(spec, 0))  # rank 0, and the rendezvous with it: the other node soon ends, too
+    poll(has_saved(jobs, spec, 2), BOUND, "a checkpoint of the second start")
+    docker("kill", jobs.container(spec, 0))  # rank 0 and the rendezvous: the other node soon ends, too
 
     def trains_again() -> bool:
-        found = jobs.backend.status(spec.name)
-        assert found.state != "succeeded", found
-        if found.state in ("restarting", "failed"):  # what a person does then
-            jobs.backend.submit(spec, "replace" if found.final else "attach")
-        return saved(jobs, spec, 3)()
+        status = jobs.backend.status(spec.name)
+        assert status.state != "succeeded", status
+        if status.state in ("restarting", "failed"):  # as a person would
+            jobs.backend.submit(spec, "replace" if status.final else "attach")
+        return has_saved(jobs, spec, 3)()
 
     poll(trains_again, BOUND, "a checkpoint of the third start")
-    docker("stop", jobs.container(spec, 1))  # one node gets the signal, both leave; a kill after its grace gives 137
-    found = jobs.backend.wait(spec.name, BOUND)
+    docker("stop", jobs.container(spec, 1))  # one node gets the signal, both exit; a kill after the grace gives 137
+    status = jobs.backend.wait(spec.name, BOUND)
     codes = [inspect(jobs.container(spec, node))[0]["State"]["ExitCode"] for node in (0, 1)]
     assert codes == [75, 75], (codes, *jobs.backend.logs(spec.name))
-    assert (found.state, found.code) == ("preempted", 75), found
+    assert (status.state, status.code) == ("preempted", 75), status
     assert jobs.backend.submit(spec, "replace").created
-    jobs.succeeded(spec)
+    jobs.assert_succeeds(spec)
     assert jobs.backend.summary(spec.name)["world_size"] == 4
     starts = jobs.events(spec, "start")
     assert len(starts) >= 4 and all(start["step"] > 0 for start in starts[1:]), starts
@@ -100,64 +97,84 @@ with Session("run", "sync.name=exact", "checkpoint.every_steps=20", "log.every=1
 
 @pytest.mark.promise("survivors")
 def test_a_rank_and_a_container_are_lost_and_the_others_train_on(jobs: Jobs, tmp_path: Path) -> None:
-    """`live: true`: a killed rank is replaced in its container, and the ranks of a killed container when that one is back."""
+    """`live: true` replaces a killed rank in its container, and the ranks of a killed container when it restarts."""
     (tmp_path / "own").mkdir()
     (tmp_path / "own/train.py").write_text(LIVE)
     more = {"command": ["python", "train.py"], "code": str(tmp_path / "own")}
     spec, whole = jobs.spec("live", live=True, **more), jobs.spec("whole", nodes=1, ranks_per_node=1, **more)
     slow = jobs.bench.folder / f"{spec.name}.slow"
     slow.touch()
-    for each in (spec, whole):
-        assert jobs.backend.submit(each).created
+    for job in (spec, whole):
+        assert jobs.backend.submit(job).created
 
-    def begun() -> bool:
-        found = jobs.backend.status(spec.name)
-        assert not found.final, (found, *jobs.backend.logs(spec.name))
+    def has_begun() -> bool:
+        status = jobs.backend.status(spec.name)
+        assert not status.final, (status, *jobs.backend.logs(spec.name))
         return len(jobs.events(spec, "step")) >= 2
 
-    poll(begun, BOUND, "steps of all ranks")
+    poll(has_begun, BOUND, "steps of all ranks")
     kill = "for p in /proc/[0-9]*; do grep -qs 'LOCAL_RANK=1' $p/environ && kill -KILL ${p#/proc/}; done; true"
     docker("exec", jobs.container(spec, 0), "sh", "-c", kill)
     docker("kill", jobs.container(spec, 1))
-    found = jobs.backend.status(spec.name)
-    assert found.state == "running" and "node-1 was killed by SIGKILL; the others train on" in found.reason, found
+    status = jobs.backend.status(spec.name)
+    assert status.state == "running" and "node-1 was killed by SIGKILL; the others train on" in status.reason, status
     assert jobs.backend.submit(spec).restarted == ("node-1",)
     poll(
         lambda: {event["rank"] for event in jobs.events(spec, "rank_joined")} == {1, 2, 3}, BOUND, "all ranks are back"
     )
     slow.unlink()
-    for each in (spec, whole):
-        jobs.succeeded(each)
-    lost = [event["rank"] for event in jobs.events(spec, "rank_lost")]
-    assert sorted(lost) == [1, 2, 3] and len(jobs.events(spec, "start")) == 1, lost
+    for job in (spec, whole):
+        jobs.assert_succeeds(job)
+    ranks = [event["rank"] for event in jobs.events(spec, "rank_lost")]
+    assert sorted(ranks) == [1, 2, 3] and len(jobs.events(spec, "start")) == 1, ranks
     goodput = jobs.backend.status(spec.name).goodput
     assert goodput is not None and goodput["restarts"] == 0, goodput
-    ours, undisturbed = (jobs.backend.summary(each.name)["weights_sha256"] for each in (spec, whole))
-    assert ours == undisturbed
+    weights, undisturbed_weights = (jobs.backend.summary(job.name)["weights_sha256"] for job in (spec, whole))
+    assert weights == undisturbed_weights
 
 
 def test_a_rank_that_takes_too_much_memory_is_named_and_a_time_limit_ends_both_nodes_saved(jobs: Jobs) -> None:
-    """Two jobs side by side."""
+    """Both jobs run at the same time."""
     program = "import time; print('begun', flush=True); x = bytearray(600 << 20); time.sleep(600)"
     limits = {"nodes": 1, "ranks_per_node": 1, "memory": "512Mi", "shm": "64Mi", "max_restarts": 0}
     starved = jobs.spec("starved", command=["python", "-c", program], **limits)
     slow = jobs.smoke("slow", time_limit="20s", ranks_per_node=1, overrides={"epochs": 1000})
     for spec in (slow, starved):
         jobs.backend.submit(spec)
-    found = jobs.backend.wait(starved.name, BOUND)
-    assert (found.state, found.code) == ("failed", 1), found
-    assert "OOMKilled, limit 512 MiB" in found.reason and "raise memory" in found.reason, found
-    found = jobs.backend.wait(slow.name, BOUND)
-    assert (found.state, found.code) == ("timed_out", 124), (found, *jobs.backend.logs(slow.name))
+    status = jobs.backend.wait(starved.name, BOUND)
+    assert (status.state, status.code) == ("failed", 1), status
+    assert "OOMKilled, limit 512 MiB" in status.reason and "raise memory" in status.reason, status
+    status = jobs.backend.wait(slow.name, BOUND)
+    assert (status.state, status.code) == ("timed_out", 124), (status, *jobs.backend.logs(slow.name))
 
 
 def health(container: str) -> str:
     return str(inspect(container)[0]["State"]["Health"]["Status"])
 
 
-@pytest.mark.promise("metrics")
+def assert_a_command_runs_in_a_rank(name: str) -> None:
+    """The command has the rank's node and variables, its exit code and a terminal. Without an engine the code is 69."""
+    words = [PYTHON, "-c", product.PROGRAM, "exec", "compose", name]
+    nodes = set()
+    for rank in ("0", "1"):
+        command = [*words, "--rank", rank, "--", "sh", "-c", "echo $RANK $(hostname); exit 7"]
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
+        assert (done.returncode, done.stdout.split()[0], done.stderr) == (7, rank, ""), done
+        nodes.add(done.stdout.split()[1])
+    assert len(nodes) == 2
+    command = [*words, "--", "sh", "-c", f"until [ \"$(stty size)\" = '33 77' ]; do sleep 0.05; done; {TRAPS}"]
+    with at_a_terminal(command, clean_env(LOCKSTEP_HOME=os.environ["LOCKSTEP_HOME"])) as (process, fd, _):
+        until_shown(fd, b"ready", 60)
+        os.write(fd, b"\x03")
+        assert process.wait(60) == 5
+    engine = dict(os.environ, DOCKER_HOST="tcp://127.0.0.1:1")
+    done = subprocess.run([*words, "--", "true"], env=engine, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 69, done
+
+
+@pytest.mark.promise("metrics", "exec")
 def test_a_job_at_the_command_line_its_health_and_its_closed_root(jobs: Jobs, tmp_path: Path) -> None:
-    """As a person types it: doctor, submit, diff, logs of a rank, cancel, status. A rank that stands still is unhealthy."""
+    """A stopped rank is unhealthy. The command runs doctor, submit, exec, logs of a rank, cancel, status."""
     every = {"interval": "1s", "start_period": "1s", "retries": 2, "timeout": "5s"}
     check = {"healthcheck": {**every, "test": ["CMD", "python", "/opt/build/healthcheck.py"]}}
     overrides = {"epochs": 1000, "metrics.stale_seconds": 4}
@@ -167,8 +184,10 @@ def test_a_job_at_the_command_line_its_health_and_its_closed_root(jobs: Jobs, tm
     file.write_text(json.dumps(spec.plain()))
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
 
-    def typed(*words: str) -> tuple[int, str]:
-        done = subprocess.run([*LOCKSTEP, *words], capture_output=True, text=True, timeout=90, cwd=tmp_path, env=env)
+    def lockstep(*words: str) -> tuple[int, str]:
+        done = subprocess.run(
+            [PYTHON, "-c", product.PROGRAM, *words], capture_output=True, text=True, timeout=90, cwd=tmp_path, env=env
+        )
         return done.returncode, done.stdout + done.stderr
 
     def inside(command: str) -> str:
@@ -179,33 +198,34 @@ def test_a_job_at_the_command_line_its_health_and_its_closed_root(jobs: Jobs, tm
             f"for p in /proc/[0-9]*; do grep -qs 'LOCAL_RANK=0' $p/environ && kill -{signal} ${{p#/proc/}}; done; true"
         )
 
-    code, output = typed("doctor", "compose", str(file))
+    code, output = lockstep("doctor", "compose", str(file))
     assert code == 0, output
-    code, output = typed("submit", "compose", str(file))
+    code, output = lockstep("submit", "compose", str(file))
     assert code == 0 and "submitted" in output, output
-    code, output = typed("submit", "compose", str(file), "--dry-run")
+    code, output = lockstep("submit", "compose", str(file), "--dry-run")
     assert code == 0 and "would attach" in output, output
-    poll(saved(jobs, spec, 1), BOUND, "a checkpoint")
+    poll(has_saved(jobs, spec, 1), BOUND, "a checkpoint")
     poll(lambda: health(name) == "healthy", BOUND, "health")
     output = inside("touch /opt/x /app/x; cat /proc/1/cmdline | tr '\\0' ' '; grep Cap /proc/1/status")
     assert output.count("Read-only file system") == 2 and "python -m lockstep.training launch" in output, output
     assert all(line.split()[1].strip("0") == "" for line in output.splitlines() if line.startswith("Cap")), output
     assert "NoNewPrivs:\t1" in inside("cat /proc/1/status")
+    assert_a_command_runs_in_a_rank(spec.name)
     to_the_rank("STOP")
     poll(lambda: health(name) == "unhealthy", BOUND, "a rank that stands still makes the node unhealthy")
     assert jobs.backend.status(spec.name).ranks[1].reason.startswith("unhealthy")
     to_the_rank("CONT")
-    code, output = typed("logs", "compose", spec.name, "--rank", "0", "--tail", "5")
+    code, output = lockstep("logs", "compose", spec.name, "--rank", "0", "--tail", "5")
     assert '"event": "' in output and "[rank" not in output
-    code, output = typed("cancel", "compose", spec.name)
+    code, output = lockstep("cancel", "compose", spec.name)
     assert code == 0 and "cancelled; its containers had the grace period" in output, output
-    code, output = typed("status", "compose", spec.name)
+    code, output = lockstep("status", "compose", spec.name)
     assert code == 2 and "there is no compose job" in output, output
-    assert json.loads((jobs.run(spec) / "status.json").read_text())["code"] == 75
+    assert status_of(jobs.run(spec))["code"] == 75
 
 
-def test_code_of_ones_own_runs_as_it_was_submitted(jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On both nodes, whatever is edited meanwhile; a submission that was killed leaves nothing that the next one would run."""
+def test_user_code_runs_as_it_was_submitted(jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both nodes run the submitted code despite later edits. A killed submission leaves nothing that the next one runs."""
     folder = tmp_path / "own"
     folder.mkdir()
     program = "import helper, os, lockstep.training; print(helper.WORD, os.getcwd(), flush=True)\n"
@@ -229,30 +249,3 @@ def test_code_of_ones_own_runs_as_it_was_submitted(jobs: Jobs, tmp_path: Path, m
     jobs.backend.submit(spec, "replace")
     assert jobs.backend.wait(spec.name, BOUND).state == "succeeded"
     assert all("edited" in line for line in jobs.backend.logs(spec.name))
-
-
-WAITS = "import time; print('begun', flush=True); time.sleep(600)"
-TRAPS = "trap 'echo got; exit 5' INT; echo ready; while :; do sleep 0.05; done"
-
-
-@pytest.mark.promise("exec")
-def test_a_command_in_a_rank_has_a_terminal(jobs: Jobs) -> None:
-    spec = jobs.spec("inside", command=["python", "-c", WAITS], ranks_per_node=1)
-    jobs.backend.submit(spec)
-    poll(lambda: sum("begun" in line for line in jobs.backend.logs(spec.name)) == 2, BOUND, "the ranks")
-    words = [*LOCKSTEP, "exec", "compose", spec.name]
-    nodes = set()
-    for rank in ("0", "1"):
-        command = [*words, "--rank", rank, "--", "sh", "-c", "echo $RANK $(hostname); exit 7"]
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
-        assert (done.returncode, done.stdout.split()[0], done.stderr) == (7, rank, ""), done
-        nodes.add(done.stdout.split()[1])
-    assert len(nodes) == 2
-    command = [*words, "--", "sh", "-c", f"until [ \"$(stty size)\" = '33 77' ]; do sleep 0.05; done; {TRAPS}"]
-    with at_a_terminal(command, clean_env(LOCKSTEP_HOME=os.environ["LOCKSTEP_HOME"])) as (process, ours, _):
-        until_shown(ours, b"ready", 60)
-        os.write(ours, b"\x03")
-        assert process.wait(60) == 5
-    engine = dict(os.environ, DOCKER_HOST="tcp://127.0.0.1:1")
-    done = subprocess.run([*words, "--", "true"], env=engine, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 69, done

@@ -1,6 +1,6 @@
-"""The CUDA image, and builds in other ways: on demand (`make test-image-cuda`), because they move gigabytes.
+"""The CUDA image. The tests run on demand (`make test-image-cuda`), because a build moves gigabytes.
 
-No GPU is here: what is shown is that it builds, what is in it, and that it trains on the CPU.
+There is no GPU here: the image builds, has the right content, and trains on the CPU.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ pytestmark = [pytest.mark.containers, pytest.mark.cuda_image]
 
 @pytest.fixture(scope="module")
 def cuda_image(engine: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    known = Path("/etc/ssl/certs/ca-certificates.crt")
+    bundle = Path("/etc/ssl/certs/ca-certificates.crt")
     certificates = tmp_path_factory.mktemp("ca") / "ca.pem"
-    certificates.write_text(f"# {SENTINEL}\n{known.read_text() if known.exists() else ''}")
+    certificates.write_text(f"# {SENTINEL}\n{bundle.read_text() if bundle.exists() else ''}")
     yield build("image", CA=str(certificates), WHEELS=os.environ.get("WHEELS_CUDA", ""))
     docker("image", "rm", "--force", *docker("images", "--quiet", "--no-trunc", NAME).split()[:1])
 
@@ -39,8 +39,8 @@ def test_one_copy_of_cuda_and_it_is_torchs(cuda_image: str) -> None:
     names = ("libcudart.so*", "libcudnn.so*", "libnccl.so*", "libcublas.so*")
     find = "find / -xdev -type f \\( " + " -o ".join(f"-name '{name}'" for name in names) + " \\)"
     code, output = run(cuda_image, "-c", find, options=("--entrypoint", "sh", "--user", "0"))
-    found = [Path(line).name.split(".so")[0] for line in output.split()]
-    assert code == 0 and len(set(found)) == len(found) >= 4, output
+    libraries = [Path(line).name.split(".so")[0] for line in output.split()]
+    assert code == 0 and len(set(libraries)) == len(libraries) >= 4, output
     assert all(line.startswith("/opt/venv/") for line in output.split()), output
 
 

@@ -1,4 +1,4 @@
-"""`make image-cpu push`, as the tutorial prints it: the image comes to a registry with a password."""
+"""`make image-cpu push`, as the tutorial prints it, pushes the image to a registry with a password."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Place(Reader):
         super().after(command, done)
         (digest,) = re.findall(rf"^{self.registry}/team/lockstep@sha256:[0-9a-f]{{64}}$", done.output, re.MULTILINE)
         assert "Name:" in docker("buildx", "imagetools", "inspect", digest, env=self.env), "the registry has it"
-        noted = json.loads((self.folder / "build/images.json").read_text())
-        assert digest in [name for flavours in noted.values() for name in flavours.values()], "for make submit-k8s"
+        images = json.loads((self.folder / "build/images.json").read_text())
+        assert digest in [name for flavours in images.values() for name in flavours.values()], "for make submit-k8s"
 
 
 START = f"""
@@ -53,7 +53,7 @@ exec docker-registry serve /tmp/registry.yml
 
 @pytest.fixture
 def registry(engine: str) -> Iterator[str]:
-    """HOST:PORT of a real registry with a user, on Debian's docker-registry; it takes a moment to start."""
+    """Yields HOST:PORT of Debian's docker-registry with a user. It takes a moment to start."""
     base, here = os.environ.get("BASE_IMAGE") or "python:3.11-slim-bookworm", Path(__file__).parent
     name, address = f"{NAME}-registry", ""
     recipe = ("--build-arg", f"BASE_IMAGE={base}", "-f", str(here / "services.Dockerfile"), str(here))
@@ -65,15 +65,15 @@ def registry(engine: str) -> Iterator[str]:
         yield address
     finally:
         docker("rm", "--force", "--volumes", name, check=False)
-        known = docker("images", "--format", "{{.Repository}}:{{.Tag}}").split()
-        made = [one for one in known if one.startswith(f"{name}:") or (address and one.startswith(address))]
-        docker("image", "rm", "--force", *made, check=False)
+        images = docker("images", "--format", "{{.Repository}}:{{.Tag}}").split()
+        own_images = [tag for tag in images if tag.startswith(f"{name}:") or (address and tag.startswith(address))]
+        docker("image", "rm", "--force", *own_images, check=False)
 
 
 @pytest.mark.containers
 @pytest.mark.promise("printed", "images")
 def test_what_the_tutorial_prints_pushes_an_image(cpu_image: str, registry: str, tmp_path: Path) -> None:
-    """The whole image would be a gigabyte to compress. What is pushed is its first stage."""
+    """The test pushes the image's first stage: the whole image has a gigabyte to compress."""
     assert pages(Place.NEED) == [PAGE] and len(marked(Place.NEED, PAGE)) == 1
     folder = copy_to(tmp_path / "lockstep")
     env = environment(folder, tmp_path / "home", DOCKER_CONFIG=str(tmp_path / "docker"), MAKEFLAGS="TARGET=base")

@@ -22,7 +22,7 @@ COMPILERS = {"cc", "gcc", "g++", "c++", "clang", "clang++", "tcc", "nvcc", "ld",
 
 
 def run(image: str, *words: str, options: tuple[str, ...] = (), timeout: float = 120) -> tuple[int, str]:
-    """(exit code, output) of a container that is removed afterwards."""
+    """Runs a container and removes it. Returns (exit code, output)."""
     done = subprocess.run(
         ["docker", "run", "--rm", *options, image, *words], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True, timeout=timeout,
@@ -37,12 +37,12 @@ def files(cpu_image: str) -> list[tarfile.TarInfo]:
     try:
         with subprocess.Popen(["docker", "export", container], stdout=subprocess.PIPE) as process:
             with tarfile.open(fileobj=process.stdout, mode="r|") as archive:
-                found = list(archive)
+                members = list(archive)
             assert process.wait() == 0
     finally:
         docker("rm", container)
-    assert len(found) > 5000, "a file system"
-    return found
+    assert len(members) > 5000, "a file system"
+    return members
 
 
 def test_nothing_is_writable_by_everybody_lends_rights_or_compiles(files: list[tarfile.TarInfo]) -> None:
@@ -60,21 +60,21 @@ def test_nothing_is_writable_by_everybody_lends_rights_or_compiles(files: list[t
 
 @pytest.mark.parametrize(("target", "flavour"), [("image", "cuda"), ("image-cpu", "cpu")])
 def test_what_a_build_is_asked_for(target: str, flavour: str, engine: str, tmp_path: Path) -> None:
-    """torch's CPU build is locked with the one file for x86-64: on arm64 the engine must emulate, not fail."""
-    given = {"CA": tmp_path / "ca.pem", "PIP_CONF": tmp_path / "pip.conf", "WHEELS": tmp_path}
-    for file in (given["CA"], given["PIP_CONF"]):
+    """The lock file of torch's CPU build is for x86-64 only: on arm64 the engine must emulate it."""
+    inputs = {"CA": tmp_path / "ca.pem", "PIP_CONF": tmp_path / "pip.conf", "WHEELS": tmp_path}
+    for file in (inputs["CA"], inputs["PIP_CONF"]):
         file.write_text(SENTINEL)
     words = ["make", "--silent", target, "BUILD_FLAGS=--print", "PLATFORM=linux/arm64", "IMAGE=localhost:5000/a"]
-    words += [f"{name}={value}" for name, value in given.items()]
+    words += [f"{name}={value}" for name, value in inputs.items()]
     env = {**os.environ, "PIP_INDEX_URL": f"https://me:{SENTINEL}@mirror.example/simple"}
     done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and SENTINEL not in done.stdout, done.stdout + done.stderr
-    asked = json.loads(done.stdout)["target"][flavour]
-    assert asked["platforms"] == [{"cuda": "linux/arm64", "cpu": "linux/amd64"}[flavour]]
-    assert asked["args"]["FLAVOUR"] == flavour and asked["args"]["PIP_NO_INDEX"] == "1" and asked["target"] == "runtime"
-    assert asked["contexts"] == {"wheels": str(tmp_path)}
-    assert {str(given["CA"]), str(given["PIP_CONF"])} <= set(re.findall(r"/[^,\"]+", json.dumps(asked["secret"])))
-    assert asked["tags"][1] == {"cuda": "localhost:5000/a:latest", "cpu": "localhost:5000/a:cpu"}[flavour]
+    plan = json.loads(done.stdout)["target"][flavour]
+    assert plan["platforms"] == [{"cuda": "linux/arm64", "cpu": "linux/amd64"}[flavour]]
+    assert plan["args"]["FLAVOUR"] == flavour and plan["args"]["PIP_NO_INDEX"] == "1" and plan["target"] == "runtime"
+    assert plan["contexts"] == {"wheels": str(tmp_path)}
+    assert {str(inputs["CA"]), str(inputs["PIP_CONF"])} <= set(re.findall(r"/[^,\"]+", json.dumps(plan["secret"])))
+    assert plan["tags"][1] == {"cuda": "localhost:5000/a:latest", "cpu": "localhost:5000/a:cpu"}[flavour]
     text = (ROOT / "docker/Dockerfile").read_text()
     assert "--mount=type=secret,id=ca " in text and "--mount=type=secret,id=pip " in text
 
@@ -92,20 +92,20 @@ def test_only_what_is_named_enters_a_build(engine: str, tmp_path: Path) -> None:
         (context / name).write_text("secret")
     (context / "all.Dockerfile").write_text("FROM scratch\nCOPY . /\n")
     docker("build", "-f", str(context / "all.Dockerfile"), "--output", f"type=local,dest={out}", str(context))
-    found = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
-    named = {"docker", "lockstep", "training", "jobs", "pyproject.toml", "README.md", "LICENSE"}
-    assert {name.split("/")[0] for name in found} == named
-    assert {name for name in found if name.startswith("docker/")} == {
+    files = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
+    folders = {"docker", "lockstep", "training", "jobs", "pyproject.toml", "README.md", "LICENSE"}
+    assert {name.split("/")[0] for name in files} == folders
+    assert {name for name in files if name.startswith("docker/")} == {
         "docker/harden.sh", "docker/install.sh", "docker/healthcheck.py", "docker/requirements-cpu.txt",
         "docker/requirements-cuda.txt",
     }  # fmt: skip
-    assert not any("secret" in (out / name).read_text(errors="ignore")[:6] for name in found)
+    assert not any("secret" in (out / name).read_text(errors="ignore")[:6] for name in files)
 
 
-def search(saved: IO[bytes], needle: bytes) -> tuple[list[str], int]:
-    """(members of a saved image that hold `needle`, bytes looked at); engines save layers plain or compressed."""
-    found, total = [], 0
-    with tarfile.open(fileobj=saved, mode="r|") as archive:
+def search(image: IO[bytes], needle: bytes) -> tuple[list[str], int]:
+    """Returns (members of a saved image that hold `needle`, bytes read). Engines save layers plain or compressed."""
+    members, total = [], 0
+    with tarfile.open(fileobj=image, mode="r|") as archive:
         for member in archive:
             if not member.isfile():
                 continue
@@ -116,18 +116,18 @@ def search(saved: IO[bytes], needle: bytes) -> tuple[list[str], int]:
             rest = b""
             while chunk := content.read(1 << 22):
                 if needle in rest + chunk:
-                    found.append(member.name)
+                    members.append(member.name)
                 rest, total = chunk[-len(needle) :], total + len(chunk)
-    return found, total
+    return members, total
 
 
 def test_no_secret_is_in_any_layer(cpu_image: str, files: list[tarfile.TarInfo]) -> None:
-    """The build was given certificates and a pip.conf as secrets, with a sentence in them that must be nowhere."""
+    """The build's secrets, certificates and a pip.conf, contain a sentence that no layer may contain."""
     with subprocess.Popen(["docker", "save", cpu_image], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
-        found, total = search(process.stdout, SENTINEL.encode())
+        members, total = search(process.stdout, SENTINEL.encode())
         assert process.wait() == 0
-    assert found == [] and total > 5e8, "all layers"
+    assert members == [] and total > 5e8, "all layers"
     names = {Path(item.name).name for item in files}
     assert not names & {".env", ".git", ".netrc", "id_rsa", ".pypirc", "pip.conf", ".docker"}
     history = docker("history", "--no-trunc", "--format", "{{.CreatedBy}}", cpu_image)
@@ -135,18 +135,18 @@ def test_no_secret_is_in_any_layer(cpu_image: str, files: list[tarfile.TarInfo])
 
 
 def test_the_secret_pip_conf_decides_where_packages_come_from(engine: str, tmp_path: Path) -> None:
-    """An image whose package index has no server: nothing can be installed, whatever the arguments say."""
+    """The secret's package index has no server: pip installs nothing, whatever the arguments are."""
     settings = tmp_path / "pip.conf"
     settings.write_text("[global]\nindex-url = http://127.0.0.1:9/simple\nretries = 0\n")
-    said = docker(
+    output = docker(
         "build", "-f", str(ROOT / "docker/Dockerfile"), "--build-arg", "FLAVOUR=cpu",
         "--target", "dependencies", "--no-cache-filter", "dependencies", "--progress", "plain",
         "--secret", f"id=pip,src={settings}", "--build-arg", "PIP_INDEX_URL=https://pypi.org/simple",
         "--build-arg", f"BASE_IMAGE={os.environ.get('BASE_IMAGE') or 'python:3.11-slim-bookworm'}", str(ROOT),
         check=False, timeout=300,
     )  # fmt: skip
-    assert "No matching distribution found" in said and "127.0.0.1:9" in said, said[-2000:]
-    assert "pypi.org" not in said.replace("PIP_INDEX_URL=https://pypi.org/simple", ""), said[-2000:]
+    assert "No matching distribution found" in output and "127.0.0.1:9" in output, output[-2000:]
+    assert "pypi.org" not in output.replace("PIP_INDEX_URL=https://pypi.org/simple", ""), output[-2000:]
 
 
 def test_who_it_is_and_what_it_refuses(cpu_image: str) -> None:
@@ -159,39 +159,39 @@ def test_who_it_is_and_what_it_refuses(cpu_image: str) -> None:
     assert labels["org.opencontainers.image.revision"] == (head or "unknown")
     assert labels["org.opencontainers.image.version"] and labels["org.opencontainers.image.source"]
     one = ("--ranks", "1", "run")
-    for words, code, said in (
+    for words, expected, message in (
         ((), 0, "usage: python -m lockstep.training launch"), (("run", "smok"), 2, "did you mean 'smoke'"),
         ((*one, "smoke", "--run-dir", "/runs/x", "--set", "compile=true"), 2, "C++ compiler"),
         ((*one, "resnet18", "--run-dir", "/runs/x", "--set", "data.source=digits"), 2, "torchvision"),
     ):  # fmt: skip
-        found, output = run(cpu_image, *words)
-        assert found == code and said in output and "Traceback" not in output, output
+        code, output = run(cpu_image, *words)
+        assert code == expected and message in output and "Traceback" not in output, output
     program = ("--", "python", "-c", "import os; print('threads', os.environ['OMP_NUM_THREADS'])")
-    submitit = ("-c", "import submitit, lockstep.jobs.slurm.task")  # what srun starts in it
+    submitit = ("-c", "import submitit, lockstep.jobs.slurm.task")  # srun starts this module
     assert run(cpu_image, *submitit, options=("--entrypoint", "python")) == (0, "")
     _, output = run(cpu_image, "--ranks", "1", *program, options=("--cpus", "1"))
     assert output.strip() == "[rank 0] threads 1", "the container's share, which the launcher computes"
 
 
-def test_an_image_of_ones_own_trains_its_model_as_an_arbitrary_user_on_a_read_only_root(cpu_image: str) -> None:
+def test_a_derived_image_trains_its_model_as_an_arbitrary_user_on_a_read_only_root(cpu_image: str) -> None:
     """OpenShift: any user id, group 0."""
-    own = "lockstep-test-own"
-    docker("build", "-q", "-t", own, "--build-arg", f"BASE={cpu_image}", str(ROOT / "docker/example"))
+    image = "lockstep-test-own"
+    docker("build", "-q", "-t", image, "--build-arg", f"BASE={cpu_image}", str(ROOT / "docker/example"))
     volume = docker("volume", "create").strip()
     try:
         closed = ("--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--network", "none")
         options = (*closed, "--tmpfs", "/tmp:mode=1777", "--user", "1234567:0", "--volume", f"{volume}:/runs")
         words = ("--ranks", "2", "run", "smoke", "--run-dir", "/runs/any", "--set", "model=tiny:Tiny",
                  "model_options={width: 8}", "epochs=1", "threads=1")  # fmt: skip
-        code, output = run(own, *words, options=options)
+        code, output = run(image, *words, options=options)
         assert code == 0 and "Final validation accuracy" in output, output
-        code, output = run(own, "-c", "exec 2>&1; touch /opt/x; touch /app/x; touch /runs/x; id -u", options=(
+        code, output = run(image, "-c", "exec 2>&1; touch /opt/x; touch /app/x; touch /runs/x; id -u", options=(
             *options, "--entrypoint", "sh"))  # fmt: skip
         assert output.count("Read-only file system") == 2 and output.endswith("1234567\n"), output
         # The revision is known without git.
-        _, output = run(own, "/runs/any/run.yaml", options=(*options, "--entrypoint", "cat"))
+        _, output = run(image, "/runs/any/run.yaml", options=(*options, "--entrypoint", "cat"))
         revision = inspect(cpu_image)[0]["Config"]["Labels"]["org.opencontainers.image.revision"]
         assert f"git_revision: {revision}" in output
     finally:
         docker("volume", "rm", volume)
-        docker("image", "rm", own)
+        docker("image", "rm", image)

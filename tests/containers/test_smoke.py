@@ -20,8 +20,8 @@ def test_make_smoke_trains_in_two_containers_shows_the_metrics_and_leaves_nothin
     cpu_image: str, tmp_path: Path
 ) -> None:
     """Two containers × two ranks reach the accuracy, Prometheus sees all four ranks, and OUT= has the run."""
-    there = os.environ.get("PROMETHEUS_IMAGE") or "prom/prometheus" in docker("images")
-    require(there, "no image of Prometheus: set PROMETHEUS_IMAGE")
+    has_image = os.environ.get("PROMETHEUS_IMAGE") or "prom/prometheus" in docker("images")
+    require(has_image, "no image of Prometheus: set PROMETHEUS_IMAGE")
     words = ["make", "smoke", f"OUT={tmp_path}/containers", f"IMAGE={NAME}"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0 and "NOT" not in done.stdout, done.stdout + done.stderr

@@ -13,12 +13,12 @@ from docsite import ROOT, reference, stage
 from tests import product
 from tests.checkout import copy_to, sources
 from tests.environments import tomllib
-from tests.processes import PYTHON, clean_env, run
+from tests.processes import PYTHON, clean_env, require, run
 
 
 @pytest.fixture(scope="module")
 def pages() -> dict[str, str]:
-    """Each page's place on the site, with the text that Zensical gets: `make docs` has just written them."""
+    """Page of the site → the text that Zensical gets. `make docs` writes the pages."""
     if not stage.OUT.exists():
         stage.main()
     files = {str(path.relative_to(stage.OUT)): path for path in stage.OUT.rglob("*.md")}
@@ -27,16 +27,16 @@ def pages() -> dict[str, str]:
 
 def test_every_page_is_in_the_navigation_and_begins_with_its_title(pages: dict[str, str]) -> None:
     nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
-    listed = [
+    nav_pages = [
         page for entry in nav for value in entry.values() for page in ([value] if isinstance(value, str) else value)
     ]
-    assert sorted(listed) == sorted(pages)
+    assert sorted(nav_pages) == sorted(pages)
     for name, text in pages.items():
         assert re.sub(r"\A(<!--.*?-->|\s)+", "", text, flags=re.DOTALL).startswith("# "), name
 
 
 def test_no_link_of_the_checkout_is_dead() -> None:
-    """Nor its place on a page: GitHub makes an anchor of a heading's words."""
+    """Anchors exist, too: GitHub makes them of a heading's words."""
     names = [name for name in sources() if name.endswith(".md") and "/templates/" not in name]
     anchors = {}
     for name in names:
@@ -52,7 +52,7 @@ def test_no_link_of_the_checkout_is_dead() -> None:
     assert count > 150
 
 
-def test_a_code_block_fits_a_phone_and_has_its_comments_on_lines_of_their_own() -> None:
+def test_a_code_block_fits_a_phone_and_has_its_comments_on_separate_lines() -> None:
     for name in (name for name in sources() if name.endswith(".md") and "/templates/" not in name):
         text = (ROOT / name).read_text(encoding="utf-8")
         for language, block in re.findall(r"^ *```(\w*)[^\n]*\n(.*?)^ *```$", text, re.DOTALL | re.MULTILINE):
@@ -97,8 +97,8 @@ def test_every_rule_metric_code_recipe_variable_and_name_is_on_a_page(pages: dic
         assert f"## {path.stem}\n" in pages["reference/recipes.md"]
     text = pages["reference/session.md"] + pages["reference/api.md"]
     for package in map(importlib.import_module, ("lockstep", "lockstep.jobs")):
-        for found in (getattr(package, name) for name in package.__all__):
-            assert f"::: {found.__module__}.{found.__qualname__}\n" in text, found
+        for member in (getattr(package, name) for name in package.__all__):
+            assert f"::: {member.__module__}.{member.__qualname__}\n" in text, member
 
 
 def test_every_variable_that_the_code_knows_is_on_the_page(pages: dict[str, str]) -> None:
@@ -110,30 +110,32 @@ def test_every_variable_that_the_code_knows_is_on_the_page(pages: dict[str, str]
 
 
 def test_every_page_test_and_command_that_is_named_exists() -> None:
-    """Pages, in messages, in Makefile, deploy and docker; tests, in pages; commands, in the changelog."""
+    """Pages named in messages, Makefile, deploy and docker; tests named in pages; commands in the changelog."""
     code = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py"))
-    there = set(re.findall(r"def (test_\w+)", code)) | {path.stem for path in (ROOT / "tests").rglob("test_*.py")}
-    found = 0
+    test_names = set(re.findall(r"def (test_\w+)", code)) | {path.stem for path in (ROOT / "tests").rglob("test_*.py")}
+    count = 0
     for path in map(ROOT.joinpath, sources()):
         if path.suffix not in (".py", ".yaml", ".sh", ".md", ".toml", "") or not path.is_file():
             continue
         text, where = path.read_text(encoding="utf-8", errors="ignore"), path.relative_to(ROOT)
         for name in re.findall(r"(?<![/\w.-])docs/[\w/-]+\.md", text):
-            found += 1
+            count += 1
             assert (ROOT / name).is_file(), f"{where} names {name}"
         if path.suffix == ".md" and "templates" not in where.parts:
             for name in re.findall(r"`(tests/[\w/]+\.py)`", text):
                 assert (ROOT / name).is_file(), f"{where} names {name}"
             for name, rest in re.findall(r"`(test_\w+)(…?)", text):
-                fits = any(one.startswith(name) for one in there) if rest else name in there
+                fits = any(test_name.startswith(name) for test_name in test_names) if rest else name in test_names
                 assert fits or name == "test_labels", f"{where} names {name}{rest}"  # an option of a data source
     changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert [name for name in reference.command_names() if not re.search(rf"`(lockstep )?{name}\b", changes)] == []
-    assert found > 10
+    assert count > 10
 
 
 def test_the_built_site_fetches_nothing_from_a_network() -> None:
-    for path in sorted((ROOT / "build/site").rglob("*.html")):
+    pages = sorted((ROOT / "build/site").rglob("*.html"))
+    require(pages, "`make docs` builds the site")
+    for path in pages:
         tags = re.findall(r"<(?:script|img|link|iframe)\b[^>]*", path.read_text(encoding="utf-8"))
         assert not [tag for tag in tags if re.search(r"(?:src|href)=\"?(?:https?:)?//", tag)], path
 
@@ -143,12 +145,13 @@ def test_a_package_index_has_the_address_and_no_relative_link(tmp_path: Path) ->
     done = run([PYTHON, "-m", "docsite.published", address, "v1.2.3"], clean_env(PYTHONPATH=""), cwd=copy)
     assert done.code == 0, done.output
     assert tomllib.loads((copy / "pyproject.toml").read_text())["project"]["urls"] == {"Repository": address}
-    found: dict[str, list[str]] = {"before": [], "after": []}
+    relative_links: dict[str, list[str]] = {"before": [], "after": []}
     for when, folder in (("before", ROOT), ("after", copy)):
         stage.rewrite(
-            (folder / "README.md").read_text(encoding="utf-8"), lambda link, w=when: found[w].append(link) or link
+            (folder / "README.md").read_text(encoding="utf-8"),
+            lambda link, w=when: relative_links[w].append(link) or link,
         )
     links = re.findall(rf"{address}/(raw|blob)/v1.2.3/([^\s)\"#]+)", (copy / "README.md").read_text(encoding="utf-8"))
-    assert found["after"] == [] and len(links) == len(found["before"]) > 20
+    assert relative_links["after"] == [] and len(links) == len(relative_links["before"]) > 20
     for kind, file in links:
         assert (ROOT / file).exists() and (kind == "raw") == file.endswith((".svg", ".png")), file

@@ -1,4 +1,4 @@
-"""`check_parameter_closeness`: replicas that are the same pass, and the first difference is named on every rank."""
+"""`check_parameter_closeness`: equal replicas pass, and every rank names the first difference."""
 
 from __future__ import annotations
 
@@ -27,29 +27,32 @@ def _message(model: nn.Module, **options: object) -> str:
 
 def _several_models(world: World) -> dict[str, str]:
     torch.manual_seed(0)
-    model, other, fresh = NormedConv(), NormedConv(), NormedConv()
-    found = {"same": _message(nn.parallel.DistributedDataParallel(model))}
+    model, with_nan, fresh = NormedConv(), NormedConv(), NormedConv()
+    messages = {"same": _message(nn.parallel.DistributedDataParallel(model))}
     last = world.rank == world.size - 1
     with torch.no_grad():
         model.head.bias[0] += last
         model.conv2.weight[1, 2] += 1e-4 * last
-        other.conv1.bias[0] = float("nan") if last else 0.0
-    found["perturbed"] = _message(model)
-    found["within tolerance"] = _message(model, atol=2.0)
-    found["NaN on one"] = _message(other)
+        with_nan.conv1.bias[0] = float("nan") if last else 0.0
+    messages["perturbed"] = _message(model)
+    messages["within tolerance"] = _message(model, atol=2.0)
+    messages["NaN on one"] = _message(with_nan)
     fresh.norm.running_mean += world.rank
-    found["statistics"] = _message(fresh)
-    found["without statistics"] = _message(fresh, batch_statistics=False)
-    found["another model"] = _message(NormedConv(width=4 if last else 8))
-    return found
+    messages["statistics"] = _message(fresh)
+    messages["without statistics"] = _message(fresh, batch_statistics=False)
+    messages["another model"] = _message(NormedConv(width=4 if last else 8))
+    return messages
 
 
 def test_the_first_tensor_that_differs_is_named_on_every_rank() -> None:
-    for found in on_ranks(_several_models, 3):
-        assert found["same"] == found["within tolerance"] == found["without statistics"] == ""
-        assert "conv2.weight on rank 2" in found["perturbed"] and "0.0001 in 9 of 1152" in found["perturbed"]
-        assert "conv1.bias on rank 2" in found["NaN on one"] and "norm.running_mean on rank 1, 2" in found["statistics"]
-        assert "rank 2" in found["another model"]
+    for messages in on_ranks(_several_models, 3):
+        assert messages["same"] == messages["within tolerance"] == messages["without statistics"] == ""
+        assert "conv2.weight on rank 2" in messages["perturbed"] and "0.0001 in 9 of 1152" in messages["perturbed"]
+        assert (
+            "conv1.bias on rank 2" in messages["NaN on one"]
+            and "norm.running_mean on rank 1, 2" in messages["statistics"]
+        )
+        assert "rank 2" in messages["another model"]
 
 
 def test_a_run_checks_itself_and_ends_where_a_rank_drifts_apart(tiny: list[str], tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ def _program(ranks: int, *words: str) -> Result:
         return started.wait(240)
 
 
-SAID = """\
+OUTPUT_LINES = """\
 send, recv   a running sum from rank to rank: [1.0]
 broadcast    rank 0's number, on every rank: [1.0]
 scatter      of rank 0's list to each rank one: [10.0]
@@ -40,11 +40,11 @@ def test_each_collective_says_what_it_did_and_both_products_are_that_of_one_proc
 ) -> None:
     done = _program(size, "collectives.py", "--sizes", str(m), str(k), str(n))
     assert done.code == 0 and "both are the product of one process" in done.output, done.output
-    rows, inner, others = -(-m // size), -(-k // size), size - 1
-    moved = [4 * k * n, 4 * rows * k, 4 * rows * n, 4 * inner * m, 4 * inner * n, 8 * m * n]
-    found = re.findall(r"(?:broadcast|scatter|gather|all-reduce) [ABC] ([\d,]+)", done.output)
-    assert [int(count.replace(",", "")) for count in found] == [count * others for count in moved]
-    assert size == 1 or all(line in done.output for line in SAID.splitlines()), done.output
+    rows, inner, peers = -(-m // size), -(-k // size), size - 1
+    bytes_per_peer = [4 * k * n, 4 * rows * k, 4 * rows * n, 4 * inner * m, 4 * inner * n, 8 * m * n]
+    counts = re.findall(r"(?:broadcast|scatter|gather|all-reduce) [ABC] ([\d,]+)", done.output)
+    assert [int(count.replace(",", "")) for count in counts] == [count * peers for count in bytes_per_peer]
+    assert size == 1 or all(line in done.output for line in OUTPUT_LINES.splitlines()), done.output
 
 
 def test_a_parameter_that_steps_when_its_sum_is_there_ends_where_the_plain_step_does() -> None:
@@ -58,8 +58,8 @@ def test_the_example_gathers_predictions_to_rank_0(tmp_path: Path) -> None:
     out = tmp_path / "predictions.json"
     done = _program(3, "gather_predictions.py", str(out))
     assert done.code == 0, done.output
-    written = json.loads(out.read_text())
-    assert len(written["predictions"]) == 359 and written["parts"] == [120, 120, 119] and written["accuracy"] > 0.85
+    content = json.loads(out.read_text())
+    assert len(content["predictions"]) == 359 and content["parts"] == [120, 120, 119] and content["accuracy"] > 0.85
 
 
 @pytest.mark.parametrize("model", ["resnet18", "fashion_cnn"])
@@ -89,14 +89,14 @@ def test_lightnings_four_lines_and_ours_train_the_same_network(kind: str, tmp_pa
 
 
 def test_the_toy_prints_the_modules_lines_and_equals_one_process() -> None:
-    """Every form of model parallel with data parallel; one that does not equal it makes the command fail."""
+    """Every form of model parallel runs with data parallel. The command fails if one differs."""
     done = _program(4, "toy.py")
     assert done.code == 0, done.output
     for rank in range(4):
         assert done.output.count(f"Running basic DDP example on rank {rank}.") == 1
         assert done.output.count(f"Running DDP with model parallel example on rank {rank}.") == 1
     assert "both halves on one cpu device" in done.output
-    off = re.search(r"mesh of 2 \(data\) × 2 \(tensor\): differs from one process by at most (\S+)", done.output)
-    assert off is not None and float(off[1].rstrip(".,")) < 1e-9, done.output
+    difference = re.search(r"mesh of 2 \(data\) × 2 \(tensor\): differs from one process by at most (\S+)", done.output)
+    assert difference is not None and float(difference[1].rstrip(".,")) < 1e-9, done.output
     done = _program(1, "toy.py", "--tensor", "2")
     assert done.code == 2 and "must divide 1 ranks" in done.output, done.output

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import runpy
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from tests import product
+from tests.events import summary_of
 from tests.idx import write_fashion
 from tests.processes import ROOT
 from tests.ranks import gang, training
@@ -41,12 +41,12 @@ def test_the_mlp_in_the_exercises_form_and_in_the_honest_one(data_root: Path, tm
     assert done.output.index("lr=0.1") < done.output.index("step     0")  # the configuration stands above the table
     assert 3.6 < exercise[0][0] < 4.2 and all(0.2 < loss < 0.32 for loss in exercise[900])  # 3.78 → 0.21, 0.22
     accuracy = float(done.output.split("Final validation accuracy: ")[1])
-    assert 0.955 < accuracy < 0.975  # 960 samples are known by heart; the other 40 were never trained
+    assert 0.955 < accuracy < 0.975  # the model memorizes 960 samples; it never trains on the other 40
     done = training(*words, "epochs=2", "--run-dir", str(tmp_path / "honest"))
     assert done.code == 0, done.output
     honest = _table(done.output)
     assert list(honest) == [0, 100, 200]
-    assert honest[200][1] > 3.4 and honest[200][0] < honest[0][0]  # ln 32 = 3.47: what is held out stays at chance
+    assert honest[200][1] > 3.4 and honest[200][0] < honest[0][0]  # ln 32 = 3.47: held-out samples stay at chance
     assert "epoch     step" not in done.output
 
 
@@ -57,10 +57,10 @@ def _literal_loop(x: torch.Tensor, y: torch.Tensor, workers: int, steps: int) ->
     Returns the mean of the workers' losses at each step.
     """
     net = product.mlp().double()
-    own = [list(zip(x.split(64), y.split(64)))[worker::workers] for worker in range(workers)]
+    worker_batches = [list(zip(x.split(64), y.split(64)))[worker::workers] for worker in range(workers)]
     losses = []
     for step in range(steps):
-        parts = [batches[step % len(batches)] for batches in own]
+        parts = [batches[step % len(batches)] for batches in worker_batches]
         mean = sum(F.cross_entropy(net(inputs), labels) for inputs, labels in parts) / workers
         losses.append(mean.item())
         lr = 0.1 * (1 - 0.7 * (step + 1) / 1000)
@@ -71,7 +71,7 @@ def _literal_loop(x: torch.Tensor, y: torch.Tensor, workers: int, steps: int) ->
 
 @pytest.mark.parametrize("leaves_out", [True, False])
 def test_two_workers_train_what_the_modules_own_loop_trains(leaves_out: bool, data_root: Path, tmp_path: Path) -> None:
-    """15 batches: worker 0 has 8 a pass and worker 1 has 7, paired step by step. With the last one, which has 40 samples, each has 8."""
+    """Of 15 batches a pass, worker 0 has 8 and worker 1 has 7, paired by step. With the last batch of 40 samples, each has 8."""
     features, labels = runpy.run_path(str(ROOT / "examples/modules/two_workers.py"))["paired"]("test", n=1111)
     x, y = torch.from_numpy(features).double() / 10, torch.from_numpy(labels)
     words = ["run", "mlp", "--run-dir", str(tmp_path / "run"), "--set", f"data.root={data_root}", "threads=1"]
@@ -92,7 +92,7 @@ def test_fashion_cnn_from_idx_files_with_the_accuracy_of_each_class(tmp_path: Pa
     words = ["run", "fashion_cnn", "--run-dir", str(tmp_path / "run"), "--set", f"data.root={tmp_path / 'data'}"]
     done = gang(2, *words, "epochs=2", "checkpoint.keep=1")
     assert done.code == 0, done.output
-    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    summary = summary_of(tmp_path / "run")
     classes = summary["class_accuracy"]
     assert len(classes) == 10 and done.output.count("Accuracy of ") == 10 and "Accuracy of ankle boot" in done.output
     sizes = {name: 6 if number < 5 else 5 for number, name in enumerate(classes)}  # 55 test images in turn

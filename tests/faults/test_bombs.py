@@ -53,7 +53,7 @@ def _sparse(path: Path) -> None:
     ids=["2 GiB", "FIFO", "/dev/zero", "a link to itself"],
 )  # fmt: skip
 def test_behind_every_file_name(tmp_path: Path, put: Callable[[Path], None]) -> None:
-    """What reads a file that people or other processes write."""
+    """Covers every reader of a file that people or other processes write."""
     run, checkpoint = tmp_path / "run", product.save(tmp_path / "checkpoints", 1, {"shared": {}, "ranks": []})
     (checkpoint / "manifest.json").unlink()
     (run / "metrics").mkdir(parents=True)

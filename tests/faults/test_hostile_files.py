@@ -35,7 +35,7 @@ VALUES: list[Any] = [
 
 
 def refused(kind: str, path: Path, name: str = "", **more: Any) -> bool:
-    """Whether it was, in one line that names the file; any other exception fails the test."""
+    """Returns whether the file is refused, in one line that names it. Any other exception fails the test."""
     try:
         product.read(kind, path, **more)
     except UserError as error:
@@ -64,19 +64,19 @@ def damaged(data: bytes, chance: random.Random) -> bytes:
 
 
 Round = Callable[[int, random.Random], bool]
-"""One file that is damaged and read: whether it was refused."""
+"""Damages and reads one file; returns whether the file is refused."""
 
 
 def damaging(paths: list[Path], read: Callable[[int, Path], bool]) -> Round:
-    """These files in turn, which are good again afterwards."""
+    """Damages these files in turn, and restores each afterwards."""
 
     def turn(number: int, chance: random.Random) -> bool:
         path = paths[number % len(paths)]
         before = path.read_bytes()
         path.write_bytes(damaged(before, chance))
-        told = read(number, path)
+        was_refused = read(number, path)
         path.write_bytes(before)
-        return told
+        return was_refused
 
     return turn
 
@@ -86,12 +86,12 @@ def checkpoints(root: Path) -> Round:
     folder = product.save(root, 3, {"shared": {"model": {"w": weights}, **state}, "ranks": []})
 
     def read(number: int, path: Path) -> bool:
-        told = refused("checkpoint", folder, folder.name)
-        if not told:  # white space in the manifest, say: then it must hold exactly the same
+        was_refused = refused("checkpoint", folder, folder.name)
+        if not was_refused:  # white space in the manifest, say: then it must hold exactly the same
             assert torch.equal(product.read("checkpoint", folder)["shared"]["model"]["w"], weights)
         if path.name != "manifest.json":  # without the manifest's protection the parsers alone must hold, too
             refused("checkpoint", folder, folder.name, verify=False)
-        return told
+        return was_refused
 
     return damaging(sorted(folder.iterdir()), read)
 
@@ -113,7 +113,7 @@ def run_files(root: Path) -> Round:
 
 
 def weight_files(root: Path) -> Round:
-    """Also such as would run something; `root` is where that would leave a file."""
+    """Includes pickles whose code leaves a file in `root`."""
     path, plain = root / "w.pth", root / "w.safetensors"
     torch.save({"w": torch.ones(3)}, path)
     safetensors.torch.save_file({"w": torch.ones(3)}, plain)
@@ -125,9 +125,9 @@ def weight_files(root: Path) -> Round:
         path.write_bytes(damaged(bombs[number % 3] if number % 2 else good, chance) if number > 2 else bombs[number])
         plain.write_bytes(damaged(packed, chance))
         refused("weights", plain, "w.safetensors")
-        told = refused("weights", path, "w.pth")
+        was_refused = refused("weights", path, "w.pth")
         assert not (root / "bomb-went-off").exists()
-        return told
+        return was_refused
 
     return turn
 
@@ -145,8 +145,8 @@ def test_damaged_files_are_refused_and_run_no_code(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     turn, chance = kind(tmp_path), random.Random(SEED)
-    told = sum(turn(number, chance) for number in range(ROUNDS))
-    assert ROUNDS // 8 < told <= ROUNDS, "neither all is read nor nothing was damaged"
+    count = sum(turn(number, chance) for number in range(ROUNDS))
+    assert ROUNDS // 8 < count <= ROUNDS, "neither all is read nor nothing was damaged"
 
 
 # Sound in form.
@@ -167,8 +167,8 @@ def test_odd_files_of_a_run_directory_are_a_value_or_one_line(tmp_path: Path) ->
 
     for _ in range(max(25, ROUNDS // 20)):
         run = json.loads(_run_file())
-        changed = run if chance.random() < 0.7 else run["config"]
-        changed[chance.choice(list(changed))] = value()
+        section = run if chance.random() < 0.7 else run["config"]
+        section[chance.choice(list(section))] = value()
         (tmp_path / "run.yaml").write_text(json.dumps(run))
         for name in ("status.json", "summary.json", "metrics/rank-00000.prom"):
             (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -180,7 +180,7 @@ def test_odd_files_of_a_run_directory_are_a_value_or_one_line(tmp_path: Path) ->
 
 
 def _places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The places of a tree; of a list the first two, and of mappings that name tensors the first entry."""
+    """Yields the places of a tree: of a list the first two, of a mapping of tensors the first entry."""
     yield at
     if isinstance(value, dict):
         for key in list(value)[: 1 if value and all("$tensor" in str(v) for v in value.values()) else None]:
@@ -217,11 +217,11 @@ def test_a_sealed_checkpoint_of_another_structure(job: Job, tmp_path: Path, caps
     places, out = list(_places(good)), tmp_path / "weights.pth"
     for place in places:
         what = put(place)
-        code = product.train("export", str(job.run_dir), str(out))
-        told = capsys.readouterr()
-        assert code in (0, 2) and (code == 0) == out.exists() and len(told.err.splitlines()) == (code != 0), (
+        code = product.export(str(job.run_dir), str(out))
+        captured = capsys.readouterr()
+        assert code in (0, 2) and (code == 0) == out.exists() and len(captured.err.splitlines()) == (code != 0), (
             what,
-            told,
+            captured,
         )
         out.unlink(missing_ok=True)
         count += code == 2
@@ -239,6 +239,6 @@ def test_a_name_that_leads_nowhere(tmp_path: Path) -> None:
     for words in ("run smoke --run-dir P", "evaluate P", "report P", "run P.yaml --run-dir new", "shard smoke --out P",
                   "run smoke --run-dir P\udcff"):  # fmt: skip
         command = [word.replace("P", str(tmp_path / "loop")) for word in words.split()]
-        done = python("-m", "lockstep.training", *command, cwd=tmp_path, env=clean_env(PYTHONPATH=str(ROOT)))
-        assert done.code == 2 and len(done.output.splitlines()) == 1 and "error: " in done.output, (words, done)
+        result = python("-m", "lockstep.training", *command, cwd=tmp_path, env=clean_env(PYTHONPATH=str(ROOT)))
+        assert result.code == 2 and len(result.output.splitlines()) == 1 and "error: " in result.output, (words, result)
     assert os.readlink(tmp_path / "loop") == "loop" and not (tmp_path / "new").exists()

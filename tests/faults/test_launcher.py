@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Undisturbed
-from tests.events import assert_adds_up, events
+from tests.events import assert_adds_up, events, status_of
 from tests.processes import (
     LAUNCH,
     PYTHON,
@@ -36,9 +36,9 @@ def test_a_killed_rank_restarts_the_gang_which_does_not_begin_anew(job: Job, und
     job.words.append("--fresh")
     once, began = str(job.run_dir.parent / "once"), time.time()
     with job.launched("--max-restarts", "2", LOCKSTEP_TEST_FATE="1:7:KILL", LOCKSTEP_TEST_ONCE=once) as gang:
-        done = gang.wait(240)
-    assert done.code == 0, done.output
-    assert "launch: rank 1 was ended by SIGKILL" in done.output and "waitForInput" not in done.output
+        result = gang.wait(240)
+    assert result.code == 0, result.output
+    assert "launch: rank 1 was ended by SIGKILL" in result.output and "waitForInput" not in result.output
     assert [event["attempt"] for event in events(job.run_dir, "start")] == [1, 2]
     assert sorted(path.name for path in job.run_dir.parent.glob("run*")) == ["run", "run.old-1"]
     assert_adds_up(job.run_dir, began)
@@ -47,13 +47,13 @@ def test_a_killed_rank_restarts_the_gang_which_does_not_begin_anew(job: Job, und
 
 END = """
 import os, signal, sys, time
-counted, mine, other = sys.argv[1:]
+counted, mine, ended_code = sys.argv[1:]
 with open(counted, "a") as file:
     file.write(os.environ["RANK"])
 with open(counted + ".order", "a") as file:
     print(*{"a", "b", "c", "d", "e", "f"}, file=file)
 if os.environ["RANK"] == "0":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(int(other)))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(int(ended_code)))
     open(counted + ".ready", "w").close()
     time.sleep(60)
 while not os.path.exists(counted + ".ready"):
@@ -65,7 +65,7 @@ os.kill(os.getpid(), 9) if mine == "KILL" else sys.exit(int(mine))
 
 @pytest.mark.promise("restarts")
 @pytest.mark.parametrize(
-    ("mine", "other", "launch", "code", "starts"),
+    ("mine", "ended_code", "launch", "code", "starts"),
     [
         ("2", 75, ("--max-restarts", "3"), 2, 1), ("75", 1, ("--max-restarts", "3"), 75, 1),
         ("1", 75, ("--max-restarts", "1"), 1, 2), ("75", 75, ("--exit-codes", "kubernetes", "--max-restarts", "3"), 143, 1),
@@ -73,13 +73,15 @@ os.kill(os.getpid(), 9) if mine == "KILL" else sys.exit(int(mine))
     ],
 )  # fmt: skip
 def test_restarts_and_the_code_for_the_cluster(
-    mine: str, other: int, launch: tuple[str, ...], code: int, starts: int, tmp_path: Path
+    mine: str, ended_code: int, launch: tuple[str, ...], code: int, starts: int, tmp_path: Path
 ) -> None:
     """A failure is restarted until the restarts are used up; codes 2 and 75 never are. The code of the rank that failed first is the
     job's."""
     counted = tmp_path / "starts"
-    done = _launched("--ranks", "2", "--grace", "20", *launch, "--", PYTHON, "-c", END, str(counted), mine, str(other))
-    assert done.code == code and "Traceback" not in done.output, done.output
+    result = _launched(
+        "--ranks", "2", "--grace", "20", *launch, "--", PYTHON, "-c", END, str(counted), mine, str(ended_code)
+    )
+    assert result.code == code and "Traceback" not in result.output, result.output
     assert counted.read_text().count("1") == starts
     lines = counted.with_suffix(".order").read_text().splitlines()
     orders = {line for line in lines if len(line) == 11}  # a rank may be killed while it writes
@@ -87,7 +89,7 @@ def test_restarts_and_the_code_for_the_cluster(
 
 
 def _launched(*words: str, cwd: Path = ROOT) -> Result:
-    """The launcher, forked: what is about its own start comes from a shell."""
+    """Runs the launcher, forked. Tests of a launcher's start use a shell."""
     return python("-m", "lockstep.training", "launch", *words, env=clean_env(PYTHONPATH=str(ROOT)), cwd=cwd)
 
 
@@ -95,19 +97,21 @@ def _launched(*words: str, cwd: Path = ROOT) -> Result:
 def test_the_reason_why_a_program_cannot_be_started_is_printed(tmp_path: Path) -> None:
     (tmp_path / "train.py").touch(0o644)
     for word in ("train.py", "none"):
-        done = _launched("--", word, cwd=tmp_path)
+        result = _launched("--", word, cwd=tmp_path)
         sentence = f"error: launch: {word} is no executable program on PATH"
-        assert done.code == 2 and done.output.startswith(sentence) and len(done.output.splitlines()) == 1, done.output
+        assert result.code == 2 and result.output.startswith(sentence) and len(result.output.splitlines()) == 1, (
+            result.output
+        )
 
 
 @pytest.mark.promise("named-rank")
 def test_the_rank_that_failed_is_named_and_not_those_that_are_ended_for_it() -> None:
     program = "import os, sys, time; os.environ['RANK'] == '1' and sys.exit(9); time.sleep(60)"
-    done = _launched("--ranks", "2", "--max-restarts", "1", "--", PYTHON, "-c", program)
-    assert done.code == 1 and [line for line in done.output.splitlines() if line.startswith("launch: ")] == [
+    result = _launched("--ranks", "2", "--max-restarts", "1", "--", PYTHON, "-c", program)
+    assert result.code == 1 and [line for line in result.output.splitlines() if line.startswith("launch: ")] == [
         "launch: rank 1 ended with exit code 9", "launch: all ranks start again; restarts left after that: 0",
         "launch: rank 1 ended with exit code 9",
-    ], done.output  # fmt: skip
+    ], result.output  # fmt: skip
 
 
 @pytest.mark.promise("named-rank", "bad-input")
@@ -122,17 +126,17 @@ def test_a_rank_that_is_about_to_report_a_users_error_may_do_so(tmp_path: Path) 
         "time.sleep(0.5)\n"
         "sys.exit(print('error: what is wrong', file=sys.stderr) or 2)\n"
     )
-    done = _launched("--ranks", "2", "--", PYTHON, "-c", program)
-    assert (done.code, done.output) == (2, "[rank 0] error: what is wrong\n")
+    result = _launched("--ranks", "2", "--", PYTHON, "-c", program)
+    assert (result.code, result.output) == (2, "[rank 0] error: what is wrong\n")
 
 
 @pytest.mark.promise("restarts")
 def test_who_starts_it_may_ignore_the_end_of_children() -> None:
-    """A program inherits that, and hears no exit code any more."""
+    """A program inherits the ignored SIGCHLD, and then gets no exit code of its children."""
     words = [*LAUNCH, "--ranks", "2", "--", PYTHON, "-S", "-c", "raise SystemExit(3)"]
-    started = f"import os, signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execv({PYTHON!r}, {words!r})"
-    done = run([PYTHON, "-S", "-c", started])
-    assert done.code == 1 and "ended with exit code 3" in done.output, done
+    program = f"import os, signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execv({PYTHON!r}, {words!r})"
+    result = run([PYTHON, "-S", "-c", program])
+    assert result.code == 1 and "ended with exit code 3" in result.output, result
 
 
 @pytest.mark.promise("named-rank")
@@ -140,14 +144,14 @@ def test_who_starts_it_may_ignore_the_end_of_children() -> None:
 def test_a_killed_rank_is_a_sentence_a_node_and_no_stack(job: Job, rank: int) -> None:
     job.ranks, sentence = 3, f"rank {rank} did not arrive: ended by"
     with job.launched(LOCKSTEP_TEST_FATE=f"{rank}:7:KILL") as gang:
-        done = gang.wait(240)
-    assert done.code == 1 and f"launch: rank {rank} was ended by SIGKILL" in done.output, done.output
-    assert done.output.count(sentence) == done.output.count("step 6: ") == 1 and "frame #" not in done.output, (
-        done.output
+        result = gang.wait(240)
+    assert result.code == 1 and f"launch: rank {rank} was ended by SIGKILL" in result.output, result.output
+    assert result.output.count(sentence) == result.output.count("step 6: ") == 1 and "frame #" not in result.output, (
+        result.output
     )
-    status = json.loads((job.run_dir / "status.json").read_text())
+    status = status_of(job.run_dir)
     assert status["code"] == 1 and f"rank {rank} " in status["reason"], "rank 0 cannot say so where it was killed"
-    assert f"launch: step {job.steps()[0]} is saved: the same command resumes there" in done.output, done.output
+    assert f"launch: step {job.steps()[0]} is saved: the same command resumes there" in result.output, result.output
 
 
 @pytest.mark.promise("restarts")
@@ -175,9 +179,9 @@ def test_a_killed_launcher_leaves_no_rank(job: Job, undisturbed: Undisturbed, ki
 def test_any_program_gets_its_words_as_they_are_written_and_its_lines_a_prefix() -> None:
     words = ["$$", "$local_rank", "${local_rank}x", "a$$b", "$", "${", "100 %", "{0}", "a b", ""]
     script = "import json, os, sys; print(json.dumps([os.environ['RANK'], os.environ['WORLD_SIZE'], *sys.argv[1:]]))"
-    done = _launched("--ranks", "2", "--", PYTHON, "-c", script, *words)
+    result = _launched("--ranks", "2", "--", PYTHON, "-c", script, *words)
     expected = [f"[rank {rank}] {json.dumps([str(rank), '2', *words])}" for rank in (0, 1)]
-    assert done.code == 0 and sorted(done.output.splitlines()) == expected, done.output
+    assert result.code == 0 and sorted(result.output.splitlines()) == expected, result.output
 
 
 def _blocks_term(pid: int) -> bool:
@@ -218,17 +222,17 @@ time.sleep(120)
 
 @pytest.mark.promise("signals")
 def test_ranks_that_do_not_end_are_killed_when_the_grace_is_over(tmp_path: Path) -> None:
-    """A program that catches the signal and works on: the platform would kill the launcher, and leave its ranks. Where one rank has ended,
-    the others get no second signal."""
+    """A program catches the signal and does not end. The launcher kills its ranks before the platform kills the launcher.
+    The end of one rank sends the others no second signal."""
     words = ["--ranks", "3", "--grace", "3", "--", PYTHON, "-c", DEAF, str(tmp_path / "rank-")]
     with running([["-m", "lockstep.training", "launch", *words]]) as gang:
         poll(lambda: len(list(tmp_path.glob("rank-*"))) == 3, 240, "all ranks")
         began = time.monotonic()
         gang.send_signal(signal.SIGTERM)
-        done = gang.wait(240)
-    assert time.monotonic() - began >= 3 and done.code == 75 and done.output.count("TERM") == 3, done.output
-    assert "launch: the launcher killed rank 0, 1: the grace of 3 s was over\n" in done.output, done.output
-    assert "by hand" not in done.output, done.output
+        result = gang.wait(240)
+    assert time.monotonic() - began >= 3 and result.code == 75 and result.output.count("TERM") == 3, result.output
+    assert "launch: the launcher killed rank 0, 1: the grace of 3 s was over\n" in result.output, result.output
+    assert "by hand" not in result.output, result.output
 
 
 RUN = "from lockstep.jobs.cli.main import main; main()"
@@ -240,8 +244,8 @@ def test_a_signal_while_the_ranks_start_reaches_those_that_run(tmp_path: Path) -
         f"cd {tmp_path}; trap 'sleep 1; touch saved; exit 75' TERM; "
         "[ $RANK = 0 ] && kill -TERM $PPID; while :; do sleep 0.05; done"
     )
-    done = run([*LAUNCH, "--ranks", "2", "--grace", "30", "--", "sh", "-c", program])
-    assert done.code == 75 and (tmp_path / "saved").exists(), done.output
+    result = run([*LAUNCH, "--ranks", "2", "--grace", "30", "--", "sh", "-c", program])
+    assert result.code == 75 and (tmp_path / "saved").exists(), result.output
 
 
 def test_what_a_launcher_starts_blocks_no_signal() -> None:
@@ -251,8 +255,8 @@ def test_what_a_launcher_starts_blocks_no_signal() -> None:
         "for pid in (os.getpid(), os.getppid()):\n"
         "    print(*(line for line in pathlib.Path(f'/proc/{pid}/status').read_text().splitlines() if 'SigBlk' in line))\n"
     )
-    done = run([PYTHON, "-c", RUN, "run", "--ranks", "1", "--", PYTHON, "-c", program])
-    assert done.code == 0 and done.output == f"SigBlk:\t{0:016x}\n" * 2, done
+    result = run([PYTHON, "-c", RUN, "run", "--ranks", "1", "--", PYTHON, "-c", program])
+    assert result.code == 0 and result.output == f"SigBlk:\t{0:016x}\n" * 2, result
 
 
 def test_a_launcher_under_nohup_outlives_its_terminal(job: Job, undisturbed: Undisturbed) -> None:
@@ -301,5 +305,5 @@ def test_lines_come_whole_and_at_once_also_into_a_pipe(tmp_path: Path) -> None:
         rest = process.stdout.read().splitlines()
         bound.cancel()
     assert sorted(first) == ["[rank 0] begun 0\n", "[rank 1] begun 1\n"]
-    said = sorted(line for line in rest if line.startswith("[rank"))
-    assert said == ["[rank 0] cut off", "[rank 0] one line", "[rank 1] one line"], rest
+    rank_lines = sorted(line for line in rest if line.startswith("[rank"))
+    assert rank_lines == ["[rank 0] cut off", "[rank 0] one line", "[rank 1] one line"], rest

@@ -74,7 +74,7 @@ def test_a_node_whose_network_is_cut_ends_its_ranks_and_comes_back(
         def cable(state: str) -> None:
             subprocess.run(["ip", "-n", names[1], "link", "set", "ls1", state], check=True)
 
-        with _node(job, 0, names[0], **fate) as one:
+        with _node(job, 0, names[0], **fate) as server:
             with _node(job, 1, names[1], **fate) as cut:
                 poll(lambda: events(job.run_dir, "checkpoint_written"), 240, "two nodes at work")
                 cable("down")
@@ -83,6 +83,6 @@ def test_a_node_whose_network_is_cut_ends_its_ranks_and_comes_back(
             held.unlink()
             cable("up")
             with _node(job, 1, names[1]) as again:
-                assert again.wait(300).code == one.wait(240).code == 0, again.text() + one.text()
+                assert again.wait(300).code == server.wait(240).code == 0, again.text() + server.text()
     assert [event["world_size"] for event in events(job.run_dir, "start")] == [2, 2]
     assert_same(job.run_dir, undisturbed(2))

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
-from tests.events import assert_adds_up
+from tests.events import assert_adds_up, status_of
 from tests.processes import PYTHON, clean_env, free_port, poll
 from tests.warm.gang import python
 from tests.warm.process import start
@@ -25,7 +25,7 @@ WAIT = "while ! test -e go; do sleep 0.05; done; "
 
 
 class Node:
-    """A launcher with one rank. It is forked: what is about its own start is in `test_launcher`."""
+    """A forked launcher with one rank. `test_launcher` has the tests of a launcher's start."""
 
     def __init__(self, words: list[str], env: dict[str, str]) -> None:
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - `close` closes it
@@ -33,7 +33,7 @@ class Node:
         self.send_signal = self.process.send_signal
 
     def ends(self, seconds: float = 240) -> tuple[int, str]:
-        """Exit code and output."""
+        """Returns the exit code and the output."""
         code = self.process.wait(seconds)
         self._output.seek(0)
         output = self._output.read().decode()
@@ -41,7 +41,7 @@ class Node:
         return code, output
 
     def waits(self, seconds: float = 1) -> None:
-        """It does not end within so long."""
+        """Asserts that the launcher still runs after so many seconds."""
         with pytest.raises(subprocess.TimeoutExpired):
             self.process.wait(seconds)
 
@@ -82,8 +82,8 @@ class Nodes:
             node.close()
 
     @contextlib.contextmanager
-    def both(self, one: str, other: str) -> Iterator[tuple[Node, Node]]:
-        with self.node(0, one) as first, self.node(1, other) as second:
+    def both(self, first_program: str, second_program: str) -> Iterator[tuple[Node, Node]]:
+        with self.node(0, first_program) as first, self.node(1, second_program) as second:
             yield first, second
 
     def seen(self, *names: str) -> None:
@@ -109,13 +109,13 @@ def test_the_node_that_has_failed_late_leaves_first(tmp_path: Path) -> None:
     """One node is done, then the other fails. The failed one ends first, so that a cluster names it; the node that is done waits, and
     ends with the same code."""
     nodes = Nodes(tmp_path, "--linger", "600")
-    with nodes.both("touch done", f"{WAIT} exit 2") as (other, failed):
+    with nodes.both("touch done", f"{WAIT} exit 2") as (waiting, failed):
         nodes.seen("done")
         nodes.go()
         assert failed.ends()[0] == 2
-        other.waits()
-        other.send_signal(signal.SIGTERM)
-        assert other.ends()[0] == 2
+        waiting.waits()
+        waiting.send_signal(signal.SIGTERM)
+        assert waiting.ends()[0] == 2
 
 
 def test_a_late_failure_that_is_started_again_starts_those_again_that_were_done(tmp_path: Path) -> None:
@@ -191,23 +191,23 @@ def test_a_signal_while_nodes_are_missing_ends_those_that_are_here(tmp_path: Pat
 
 
 def test_a_node_may_be_late_without_a_restart(tmp_path: Path) -> None:
-    """Also the one that serves, and one that takes its place."""
+    """So may the node that serves, and a node that takes its place."""
     nodes = Nodes(
         tmp_path, "--exit-codes", "kubernetes", "--max-restarts", "3", "--restarts-dir", str(tmp_path / "counts")
     )
     program = f"touch begun-$RANK; {WAIT}"
     with nodes.node(1, program) as early:
         early.waits(2)
-        with nodes.node(0, program) as other:
+        with nodes.node(0, program) as server:
             nodes.seen("begun-0", "begun-1")
         for begun in tmp_path.glob("begun-*"):
             begun.unlink()
-        with nodes.node(0, program) as other:
+        with nodes.node(0, program) as server:
             nodes.seen("begun-0", "begun-1")
             (count,) = (tmp_path / "counts").iterdir()  # of the first node, which counts for all
             assert json.loads(count.read_text()) == {"used": 2}, "one of them if this launcher is killed"
             nodes.go()
-            assert [other.ends()[0], early.ends()[0]] == [0, 0]
+            assert [server.ends()[0], early.ends()[0]] == [0, 0]
 
 
 def test_a_node_whose_ranks_have_ended_stays_at_a_signal_until_all_have(tmp_path: Path) -> None:
@@ -219,8 +219,8 @@ def test_a_node_whose_ranks_have_ended_stays_at_a_signal_until_all_have(tmp_path
         nodes.seen("begun-0", "begun-1")
         second.waits(0.5)
         second.send_signal(signal.SIGTERM)
-        (code, output), (other, said) = first.ends(), second.ends()
-    assert code == other == 75 and "before all nodes had ended" not in said, output + said
+        (code, output), (second_code, second_output) = first.ends(), second.ends()
+    assert code == second_code == 75 and "before all nodes had ended" not in second_output, output + second_output
 
 
 LOOP = """
@@ -243,10 +243,10 @@ def test_a_killed_rank_is_named_on_the_other_node_and_both_start_again(tmp_path:
     assert python("-c", "").code == 0  # what forks is there before a clock runs
     began = time.time()
     with nodes.launcher(0, words, forked=True) as first, nodes.launcher(1, words, forked=True) as second:
-        (code, output), (other, _) = first.ends(), second.ends()
-    assert code == other == 0 and "rank 1 did not arrive: ended by SIGKILL" in output, output
+        (code, output), (second_code, _) = first.ends(), second.ends()
+    assert code == second_code == 0 and "rank 1 did not arrive: ended by SIGKILL" in output, output
     assert_adds_up(tmp_path / "run", began)
-    assert json.loads((tmp_path / "run/status.json").read_text())["code"] == 0
+    assert status_of(tmp_path / "run")["code"] == 0
 
 
 @pytest.mark.promise("other-users")
@@ -260,13 +260,13 @@ def test_a_node_with_another_secret_is_refused_and_the_ranks_see_none(tmp_path: 
         with nodes.node(1, program) as second:
             nodes.seen("here-0", "here-1")
             nodes.go()
-            (code, output), (other, _) = first.ends(), second.ends()
-    assert code == other == 0 and "LOCKSTEP_SECRET" not in output, output
+            (code, output), (second_code, _) = first.ends(), second.ends()
+    assert code == second_code == 0 and "LOCKSTEP_SECRET" not in output, output
 
 
 def test_nodes_without_a_secret_say_who_can_disturb_them(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path)
     with nodes.node(0, "true", secret="") as first, nodes.node(1, "true", secret="") as second:
-        (code, output), (other, said) = first.ends(), second.ends()
-    assert code == other == 0
-    assert output.count("LOCKSTEP_SECRET is not set") == 1 and "LOCKSTEP_SECRET" not in said, output
+        (code, output), (second_code, second_output) = first.ends(), second.ends()
+    assert code == second_code == 0
+    assert output.count("LOCKSTEP_SECRET is not set") == 1 and "LOCKSTEP_SECRET" not in second_output, output

@@ -26,12 +26,12 @@ def _listening(pids: list[int]) -> set[tuple[str, int]]:
     """(address, port) of each TCP socket on which one of these processes listens."""
     require(shutil.which("ss"), "needs ss (iproute2)")
     rows = subprocess.run(["ss", "-Hltnp"], capture_output=True, text=True, check=True, timeout=30).stdout.splitlines()
-    found = set()
+    sockets = set()
     for row in rows:
         if any(f"pid={pid}," in row for pid in pids):
             address, _, port = row.split()[3].rpartition(":")
-            found.add((address.strip("[]"), int(port)))
-    return found
+            sockets.add((address.strip("[]"), int(port)))
+    return sockets
 
 
 def test_a_run_on_one_machine_listens_on_loopback_only(job: Job) -> None:
@@ -39,19 +39,19 @@ def test_a_run_on_one_machine_listens_on_loopback_only(job: Job) -> None:
     held = job.run_dir.parent / "held"
     with job.launched(LOCKSTEP_TEST_FATE="1:5:HOLD", LOCKSTEP_TEST_HELD=str(held)) as gang:
         poll(held.exists, what="rank 1 in its fifth pass")
-        found = _listening(inside(job.run_dir.parent))
+        sockets = _listening(inside(job.run_dir.parent))
         gang.end()
-    assert len(found) == 5, found  # the ranks' store; gloo and metrics of two ranks; of the launcher none
-    assert {address for address, _ in found} == {"127.0.0.1"}, found
+    assert len(sockets) == 5, sockets  # the ranks' store; gloo and metrics of two ranks; of the launcher none
+    assert {address for address, _ in sockets} == {"127.0.0.1"}, sockets
 
 
 @pytest.mark.promise("no-foreign-code")
 def test_only_a_network_is_called(tmp_path: Path) -> None:
     for model in ("subprocess:Popen", "os:system", "pathlib:Path.touch"):
-        done = training(
+        result = training(
             "run", "smoke", "--run-dir", str(tmp_path / "run"), "--set", f"model={model}", "model_options={}"
         )
-        assert done.code == 2 and model in done.output and len(done.output.splitlines()) == 1, done
+        assert result.code == 2 and model in result.output and len(result.output.splitlines()) == 1, result
 
 
 @pytest.mark.promise("no-foreign-code")
@@ -65,15 +65,19 @@ def test_a_run_directory_runs_no_code_unless_it_is_trusted(job: Job, tmp_path: P
     assert training("evaluate", str(job.run_dir), "--trust-model").code == 0
     (tmp_path / "evil.py").write_text("open('bomb-went-off', 'w')\n")
     run_file = job.run_dir / "run.yaml"
-    was = run_file.read_text()
-    env = clean_env(PYTHONPATH=f"{ROOT}:{tmp_path}")
+    content = run_file.read_text()
+    env, bomb, exported = clean_env(PYTHONPATH=f"{ROOT}:{tmp_path}"), tmp_path / "bomb-went-off", tmp_path / "w.pth"
+    words = {"evaluate": [], "export": [str(exported)], "report": []}
     for name, evil in (("model: tests.nets:Dying", "model: evil:Net"), ("source: synthetic", "source: evil:f")):
-        assert name in was
-        run_file.write_text(was.replace(name, evil).replace("tests.nets:Dying", "fashion_cnn"))
-        for words in (["evaluate", str(job.run_dir)], ["export", str(job.run_dir), str(tmp_path / "w.pth")],
-                      ["report", str(job.run_dir)]):  # fmt: skip
-            python("-m", "lockstep", *words, env=env, cwd=tmp_path)
-        assert not (tmp_path / "bomb-went-off").exists()
+        assert name in content
+        run_file.write_text(content.replace(name, evil).replace("tests.nets:Dying", "fashion_cnn"))
+        for command, more in words.items():
+            result = python("-m", "lockstep", command, str(job.run_dir), *more, env=env, cwd=tmp_path)
+            assert result.code == (2 if command == "evaluate" else 0), result
+        assert not bomb.exists()
+        python("-m", "lockstep", "evaluate", str(job.run_dir), "--trust-model", env=env, cwd=tmp_path)
+        bomb.unlink()
+        exported.unlink()
 
 
 NOBODY = 65534
@@ -83,14 +87,14 @@ NOBODY = 65534
 def team(tmp_path: Path) -> Iterator[Path]:
     """A folder that everybody can reach."""
     require(os.geteuid() == 0, "needs root, to act as another user")
-    with tempfile.TemporaryDirectory(prefix="lockstep-team-") as made:
-        Path(made).chmod(0o755)
-        yield Path(made)
+    with tempfile.TemporaryDirectory(prefix="lockstep-team-") as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
 
 
 def _lockstep(home: Path, *words: str) -> tuple[int, str]:
-    done = lockstep(home.parent.parent, *words, LOCKSTEP_HOME=str(home))
-    return done.returncode, done.stdout + done.stderr
+    result = lockstep(home.parent.parent, *words, LOCKSTEP_HOME=str(home))
+    return result.returncode, result.stdout + result.stderr
 
 
 FORGED = """
@@ -118,21 +122,21 @@ def test_another_users_process_with_the_marks_of_a_job_is_none_of_it(team: Path,
             "LOCKSTEP_LAUNCHER": (home.parent.parent / "started").read_text(), "BASH_ENV": "/dev/null",
         }  # fmt: skip
         words = [f"{name}={value}" for name, value in marks.items()]
-        with subprocess.Popen([PYTHON, "-c", FORGED, *words], stdout=subprocess.PIPE) as other:
+        with subprocess.Popen([PYTHON, "-c", FORGED, *words], stdout=subprocess.PIPE) as stranger:
             try:
-                assert other.stdout is not None and other.stdout.readline() == b"ready\n"
-                begun = Path(f"/proc/{other.pid}/stat").read_text()
-                code, told = _lockstep(home, "exec", "local", "own", "--", "env")
-                assert code == 0 and "FORGED" not in told, (begun, told)
+                assert stranger.stdout is not None and stranger.stdout.readline() == b"ready\n"
+                begun = Path(f"/proc/{stranger.pid}/stat").read_text()
+                code, output = _lockstep(home, "exec", "local", "own", "--", "env")
+                assert code == 0 and "FORGED" not in output, (begun, output)
                 began = time.monotonic()
-                code, told = _lockstep(home, "cancel", "local", "own")
-                assert code == 0 and time.monotonic() - began < 60, told
+                code, output = _lockstep(home, "cancel", "local", "own")
+                assert code == 0 and time.monotonic() - began < 60, output
                 assert "cancelled" in _lockstep(home, "status", "local", "own")[1]
-                assert other.poll() is None, "it was not ended either"
-                code, told = _lockstep(home, "exec", "local", "own", "--", "touch", str(went_off))
-                assert code == 2 and not went_off.exists(), told
+                assert stranger.poll() is None, "it was not ended either"
+                code, output = _lockstep(home, "exec", "local", "own", "--", "touch", str(went_off))
+                assert code == 2 and not went_off.exists(), output
             finally:
-                other.kill()
+                stranger.kill()
     finally:
         _lockstep(home, "cancel", "local", "own")
 
@@ -146,8 +150,8 @@ def test_a_link_of_another_user_in_a_run_directory_is_refused(job: Job, tmp_path
         link = job.run_dir / name
         link.symlink_to(tmp_path if name == "metrics" else victim)
         os.chown(link, NOBODY, NOBODY, follow_symlinks=False)
-        done = job.go()
-        assert done.code == 2 and f"{link} is a link of user {NOBODY}" in done.output, done.output
+        result = job.go()
+        assert result.code == 2 and f"{link} is a link of user {NOBODY}" in result.output, result.output
         link.unlink()
     assert victim.read_text() == "mine\n"
 
@@ -173,9 +177,9 @@ def test_a_link_of_another_user_in_the_place_of_a_runs_folder_is_not_followed(jo
             folder.symlink_to(victim)
             os.chown(folder, NOBODY, NOBODY, follow_symlinks=False)
         held.unlink()
-        done = gang.wait(240)
-    assert done.output.count(f"cannot write {job.run_dir}/metrics/rank-00000.prom") == 1, done
-    assert "a checkpoint could not be saved, the run continues" in done.output, done
-    left = sorted(path.name for path in victim.rglob("*"))
-    assert left == ["rank-00000.json", "state.json", "step-00000001"], "neither written nor removed there"
+        result = gang.wait(240)
+    assert result.output.count(f"cannot write {job.run_dir}/metrics/rank-00000.prom") == 1, result
+    assert "a checkpoint could not be saved, the run continues" in result.output, result
+    names = sorted(path.name for path in victim.rglob("*"))
+    assert names == ["rank-00000.json", "state.json", "step-00000001"], "neither written nor removed there"
     assert (victim / "step-00000001/state.json").read_text() == "mine\n"

@@ -95,11 +95,11 @@ class Attacker:
         self._threads = [threading.Thread(target=target, daemon=True) for target in (self._find, self._read)]
 
     def _find(self) -> None:
-        seen: set[tuple[str, int]] = set()
+        addresses: set[tuple[str, int]] = set()
         assert self._process.stdin is not None
         while not self._over.wait(0.02):
-            for host, port in _listening([pid for job in self._jobs for pid in inside(job.run_dir.parent)]) - seen:
-                seen.add((host, port))
+            for host, port in _listening([pid for job in self._jobs for pid in inside(job.run_dir.parent)]) - addresses:
+                addresses.add((host, port))
                 host = "127.0.0.1" if host in ("*", "0.0.0.0") else host
                 with contextlib.suppress(OSError):
                     print(host, port, file=self._process.stdin, flush=True)
@@ -135,7 +135,7 @@ class Attacker:
 
 @pytest.fixture
 def marker(tmp_path: Path) -> Path:
-    """A file that the other user's code would create. He may write there, and so may we."""
+    """A file that the other user's code would create, in a folder where both users may write."""
     require(os.geteuid() == 0, "needs root, to become another user")
     folder = tmp_path / "everybodys"
     folder.mkdir()
@@ -157,7 +157,7 @@ def test_what_another_user_writes_into_the_ports_of_a_run_runs_no_code_and_chang
     early: bool, tmp_path: Path, data_root: Path, marker: Path, undisturbed: Undisturbed
 ) -> None:
     """Another user writes into every port of a job on one node and of a job on two. Where he comes before the ranks have met, he can
-    end a job, but only with one of our messages. Else both jobs end in the undisturbed weights."""
+    end a job, but only with one of our messages. Otherwise both jobs end in the undisturbed weights."""
     held = tmp_path / "held"
     fate = {"LOCKSTEP_TEST_FATE": "1:5:WAIT", "LOCKSTEP_TEST_HELD": str(held), "LOCKSTEP_SECRET": "the job's own"}
     changes = {"collective_timeout": 20} if early else {}
@@ -185,12 +185,12 @@ def test_what_another_user_writes_into_the_ports_of_a_run_runs_no_code_and_chang
             poll(lambda: attacker.stores >= len(jobs) + 1, 200, "the stores")
             poll(lambda: min(attacker.rounds, attacker.writes) > PAYLOADS, 200, "each payload at each port")
             held.unlink()
-        done = {nodes: [gang.wait(300) for gang in gangs] for nodes, gangs in running.items()}
+        results = {nodes: [gang.wait(300) for gang in gangs] for nodes, gangs in running.items()}
     assert not marker.exists()
-    for nodes, ends in done.items():
+    for nodes, ends in results.items():
         output, failed = "".join(end.output for end in ends), any(end.code for end in ends)
-        named = any(words in output for words in ("launch: ", "error: ", " did not arrive"))
-        assert not failed or (early and named and "Traceback" not in output), output
+        has_message = any(words in output for words in ("launch: ", "error: ", " did not arrive"))
+        assert not failed or (early and has_message and "Traceback" not in output), output
         assert_none_inside(jobs[nodes].run_dir.parent)
         if not failed:
             assert_same(jobs[nodes].run_dir, undisturbed(2))
@@ -202,8 +202,8 @@ def test_an_address_that_another_user_wrote_into_the_store_is_one_line(job: Job)
     store.set("default_pg/0/0/0//cpu//0/1", b"9" * 5000)
     ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     env = job.env(**ranks, MASTER_PORT=str(store.port), TORCHELASTIC_USE_AGENT_STORE="True")
-    done = subprocess.run(
+    result = subprocess.run(
         [PYTHON, "-m", "lockstep.training", *job.words], env=env, cwd=ROOT, capture_output=True, text=True, timeout=120
     )
-    assert done.returncode == 1 and "error: the ranks could not start together" in done.stderr, done.stderr
-    assert "Traceback" not in done.stderr, done.stderr
+    assert result.returncode == 1 and "error: the ranks could not start together" in result.stderr, result.stderr
+    assert "Traceback" not in result.stderr, result.stderr

@@ -15,7 +15,7 @@ from tests.processes import PYTHON, ROOT, assert_none_inside, clean_env, free_po
 from tests.ranks import launching
 
 SCRIPT = ROOT / "tests/faults/hanging.py"
-SAID = {
+REASONS = {
     "lock": r"rank 1 waits \(hanging\.py:\d+ in hang\)",
     "stop": r"rank 1 stands stopped",
     "loop": r"rank 1 computes \(hanging\.py:\d+ in hang\)",
@@ -34,7 +34,7 @@ SAID = {
     ],
 )  # fmt: skip
 def test_the_rank_that_hangs_is_named_and_ended(tmp_path: Path, kind: str, launcher: str) -> None:
-    """Under torchrun each rank has its own watcher, which sees no other rank."""
+    """Under torchrun each rank has a separate watcher, which sees no other rank."""
     run_dir = tmp_path / "run"
     ours = ["--ranks", "2", "--grace", "5", "--max-restarts", "1", "--", PYTHON, "-u"]
     torchrun = [PYTHON, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1", "--master-port"]
@@ -43,15 +43,15 @@ def test_the_rank_that_hangs_is_named_and_ended(tmp_path: Path, kind: str, launc
         env = clean_env(TMPDIR=folder)
         if launcher == "ours":
             with launching(*ours, *words, env=env, cwd=tmp_path) as gang:
-                done = gang.wait(300)
+                result = gang.wait(300)
         else:
-            done = run([*torchrun, str(free_port()), *words], env, 300, cwd=tmp_path)
+            result = run([*torchrun, str(free_port()), *words], env, 300, cwd=tmp_path)
         assert_none_inside(tmp_path)
         assert not [path for path in Path(folder).iterdir() if path.name.startswith("lockstep-")]
     # The attempt that begins anew does not hang.
-    assert done.code == 0, done.output
-    sentence = rf"no step for \d+ s, since \d\d:\d\d:\d\d, after step \d+: {SAID[kind]}, and rank 0 waits"
-    assert re.search(rf"hang: {sentence} \(stacks: ", done.output), done.output
+    assert result.code == 0, result.output
+    sentence = rf"no step for \d+ s, since \d\d:\d\d:\d\d, after step \d+: {REASONS[kind]}, and rank 0 waits"
+    assert re.search(rf"hang: {sentence} \(stacks: ", result.output), result.output
     *_, hang = events(run_dir, "hang")  # before, a rank that waits may have been reported
     assert re.fullmatch(sentence, hang["reason"]) and hang["ranks"] == [1] and hang["step"] >= 29, hang
     assert hang["attempt"] == 1 and [event["attempt"] for event in events(run_dir, "start")] == [1, 2]
@@ -63,15 +63,14 @@ def test_a_rank_that_continues_by_itself_is_no_longer_reported_as_hanging(tmp_pa
     run_dir = tmp_path / "run"
     with launching("--ranks", "2", "--", PYTHON, "-u", str(SCRIPT), str(run_dir), "held") as gang:
         poll(lambda: events(run_dir, "hang") or gang.processes[0].poll() is not None, 300, "hang.jsonl")
-        told = [json.loads(line) for line in (run_dir / "hang.jsonl").read_text().splitlines()]
-        shown = json.loads(top(tmp_path, str(run_dir), "--json", "--every", "0.2").stdout)
+        reports = [json.loads(line) for line in (run_dir / "hang.jsonl").read_text().splitlines()]
+        rows = json.loads(top(tmp_path, str(run_dir), "--json", "--every", "0.2").stdout)
         metrics = run_dir / "metrics/rank-00000.prom"
         poll(lambda: re.search(r"(?m)^training_hung_rank{.*} 1", metrics.read_text()), 120, "the metric")
         (run_dir / "GO").touch()
-        done = gang.wait(300)
-    assert done.code == 0 and "hang: rank 1 gets further again" in done.output, done.output
-    assert [(one["rank"], one["waits"], "most recent call first" in one["stacks"]) for one in told[0]["ranks"]] == [
-        (0, True, True), (1, False, True),
-    ], told  # fmt: skip
-    assert [bool(rank["hang"]) for rank in shown] == [False, True] and "hanging.py:" in shown[1]["hang"], shown
+        result = gang.wait(300)
+    assert result.code == 0 and "hang: rank 1 gets further again" in result.output, result.output
+    ranks = [(rank["rank"], rank["waits"], "most recent call first" in rank["stacks"]) for rank in reports[0]["ranks"]]
+    assert sorted(ranks) == [(0, True, True), (1, False, True)], reports  # in the order of their answers
+    assert [bool(rank["hang"]) for rank in rows] == [False, True] and "hanging.py:" in rows[1]["hang"], rows
     assert not (run_dir / "hang.jsonl").exists() and "training_hung_rank{" not in metrics.read_text()

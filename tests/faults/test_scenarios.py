@@ -25,22 +25,22 @@ def test_random_kills(job: Job, undisturbed: Undisturbed, seed: int) -> None:
     job.words.append(f"checkpoint.every_steps={every}")
     reached = 0
     for _ in range(chance.randint(1, 3)):
-        left = FINAL - reached
-        if not left:  # stopped at the last step of all
+        remaining = FINAL - reached
+        if not remaining:  # stopped at the last step of all
             break
-        at = chance.randint(1, left)
+        at = chance.randint(1, remaining)
         rank, name = chance.randrange(2), chance.choice(["KILL", "KILL", "SEGV", "TERM", "HUP"])
         fate = f"{rank}:{at}:{name}"
-        done = job.go(LOCKSTEP_TEST_FATE=fate)
-        assert done.code == (75 if name in ("TERM", "HUP") else 1), (fate, done.output)
+        result = job.go(LOCKSTEP_TEST_FATE=fate)
+        assert result.code == (75 if name in ("TERM", "HUP") else 1), (fate, result.output)
         steps = job.steps()
         last = reached + at - 1
         if steps:  # lost work is at most one interval, and the save under way when the kill came
-            assert steps[0] >= last - 2 * every, (fate, steps, done.output)
+            assert steps[0] >= last - 2 * every, (fate, steps, result.output)
             reached = steps[0]
         else:
-            assert last < 2 * every, (fate, done.output)
-    done = job.go()
-    assert done.code == 0, done.output
+            assert last < 2 * every, (fate, result.output)
+    result = job.go()
+    assert result.code == 0, result.output
     assert_adds_up(job.run_dir)
     assert_same(job.run_dir, undisturbed(2))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import Undisturbed
-from tests.events import assert_adds_up
+from tests.events import assert_adds_up, status_of
 from tests.processes import assert_none_inside, poll, started
 from tests.runs import FINAL, Job, assert_same
 from tests.warm.gang import python
@@ -21,13 +20,13 @@ pytestmark = pytest.mark.promise("signals")
 
 
 def _continue(job: Job, undisturbed: Undisturbed) -> None:
-    done = job.go()
-    assert done.code == 0, done.output
+    result = job.go()
+    assert result.code == 0, result.output
     assert_same(job.run_dir, undisturbed(job.ranks))
 
 
 def _preempted(job: Job) -> dict[str, Any]:
-    status = json.loads((job.run_dir / "status.json").read_text())
+    status = status_of(job.run_dir)
     assert status["code"] == 75 and job.steps()[0] == status["step"], status
     return status
 
@@ -40,33 +39,17 @@ def _preempted(job: Job) -> dict[str, Any]:
     ],
 )  # fmt: skip
 def test_a_signal_to_one_rank_ends_all_together(job: Job, undisturbed: Undisturbed, fate: str, where: str) -> None:
+    if where == "the first step":
+        job.words.append("checkpoint.every_steps=0")  # no checkpoint is there before the signal's
     once = str(job.run_dir.parent / "once")
     disk = {"LOCKSTEP_TEST_WRITE": fate, "LOCKSTEP_TEST_ONCE": once} if fate.count(":") == 1 else None
-    done = job.go(**(disk or {"LOCKSTEP_TEST_FATE": fate}))
-    assert done.code == 75, (where, done.output)
+    result = job.go(**(disk or {"LOCKSTEP_TEST_FATE": fate}))
+    assert result.code == 75, (where, result.output)
     reason = _preempted(job)["reason"]
     if disk is None:
         rank, _, name = fate.split(":")
         assert f"SIG{name} on rank {rank} at step" in reason, "the ranks know whose signal it was"
     _continue(job, undisturbed)
-
-
-NEVER = {"checkpoint.every_steps": 0}
-"""None before the end of the first epoch, after 8 steps."""
-
-
-def test_75_is_given_where_a_checkpoint_is_on_the_disk(
-    tmp_path: Path, data_root: Path, undisturbed: Undisturbed
-) -> None:
-    run_dir = tmp_path / "run"
-    job = Job(run_dir, data_root, 2, **NEVER)
-    done = job.go(LOCKSTEP_TEST_FATE="1:3:TERM")
-    assert done.code == 75 and "Traceback" not in done.output, done.output
-    assert json.loads((run_dir / "status.json").read_text())["code"] == 75
-    (saved,) = job.steps()
-    again = job.go()
-    assert again.code == 0 and f"Resuming at step {saved} " in again.output, again.output
-    assert_same(run_dir, undisturbed(2))
 
 
 def test_a_signal_to_the_launcher_reaches_the_ranks(job: Job, undisturbed: Undisturbed) -> None:
@@ -77,8 +60,8 @@ def test_a_signal_to_the_launcher_reaches_the_ranks(job: Job, undisturbed: Undis
     with job.launched("--max-restarts", "3", **fate) as gang:
         poll(held.exists, what="rank 1 in its fifth pass")
         gang.send_signal(signal.SIGTERM)
-        done = gang.wait(240)
-    assert done.code == 75, done.output
+        result = gang.wait(240)
+    assert result.code == 75, result.output
     assert_adds_up(job.run_dir, began)
     assert _preempted(job)["step"] < FINAL
     _continue(job, undisturbed)
@@ -98,13 +81,13 @@ def test_a_signal_during_start_up(job: Job, undisturbed: Undisturbed, dies: bool
             os.kill(job.rank_pid(1), signal.SIGKILL)
         output, _ = launcher.communicate(timeout=240)
     assert_none_inside(job.run_dir.parent)
-    # A rank that did not hear of it would be killed when the launcher's grace is over: that is 1.
+    # The launcher kills a rank without the signal when the grace is over: that is 1.
     assert launcher.returncode == 75 and "Traceback" not in output and "[c10d]" not in output, output
     _continue(job, undisturbed)
 
 
 def _imported(pid: int) -> bool:
-    """Whether a rank catches TERM by now."""
+    """Returns whether a rank catches TERM by now."""
     caught = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt:"))
     return bool(int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
 
@@ -125,8 +108,10 @@ def test_a_disk_that_hangs_keeps_no_rank_longer_than_its_grace(job: Job, undistu
     with job.launched("--grace", "600", **fate) as gang:
         poll(held.exists, what="rank 1 in its eighth pass, behind the first save")
         gang.send_signal(signal.SIGTERM)
-        done = gang.wait(240)  # the ranks end by themselves
-    assert done.code == 1 and "disk did not answer" in done.output and "Traceback" not in done.output, done.output
+        result = gang.wait(240)  # the ranks end by themselves
+    assert result.code == 1 and "disk did not answer" in result.output and "Traceback" not in result.output, (
+        result.output
+    )
     _continue(job, undisturbed)
 
 

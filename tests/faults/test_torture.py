@@ -19,11 +19,11 @@ OURS = ["--weights", "{run}/state.json", "--steps-pattern", r"^step (\d+)"]
 
 
 def tortured(*words: str, flaw: str = "") -> tuple[int, dict[str, Any]]:
-    """The exit code, and what `--json` tells."""
-    done = run([*TORTURE, "--json", *OURS, *words, "--", PYTHON, str(SCRIPT), "{run}", flaw, "{ranks}"], clean_env())
-    assert done.output.startswith("{"), done.output
-    report: dict[str, Any] = json.loads(done.output)
-    return done.code, report
+    """Returns the exit code and the JSON report."""
+    result = run([*TORTURE, "--json", *OURS, *words, "--", PYTHON, str(SCRIPT), "{run}", flaw, "{ranks}"], clean_env())
+    assert result.output.startswith("{"), result.output
+    report: dict[str, Any] = json.loads(result.output)
+    return result.code, report
 
 
 def test_a_script_that_resumes_holds_whatever_happens() -> None:
@@ -59,8 +59,8 @@ def test_a_script_that_does_not_is_caught(flaw: str, moment: str, says: str) -> 
     failed = next(case for case in report["cases"] if case["problems"])
     assert f"--seed 1 --case {failed['case']} -- " in failed["repeat"]
     assert report["undisturbed"]["deterministic"]
-    named = {int(pid) for case in report["cases"] for pid in re.findall(r"process (\d+)", case["verdict"])}
-    assert bool(named) == (flaw == "orphan") and not named & {pid for pid, state, *_ in processes() if state != "Z"}
+    pids = {int(pid) for case in report["cases"] for pid in re.findall(r"process (\d+)", case["verdict"])}
+    assert bool(pids) == (flaw == "orphan") and not pids & {pid for pid, state, *_ in processes() if state != "Z"}
 
 
 def test_random_weights_are_not_compared() -> None:
@@ -74,9 +74,9 @@ def test_random_weights_are_not_compared() -> None:
 def test_a_recipe_on_two_ranks(tmp_path: Path) -> None:
     small = settings(tmp_path / "data", model="tests.nets:Sociable")
     words = ["--json", "--cases", "1", "--faults", "kill-rank", "--moments", "step", "smoke", *small]
-    done = run([*TORTURE, *words], clean_env(LOCKSTEP_TEST_PACE="0.1"), timeout=300)
-    report = json.loads(done.output)
-    assert done.code == 0 and report["undisturbed"]["ranks"] == 2 and report["undisturbed"]["steps"] == 24, report
+    result = run([*TORTURE, *words], clean_env(LOCKSTEP_TEST_PACE="0.1"), timeout=300)
+    report = json.loads(result.output)
+    assert result.code == 0 and report["undisturbed"]["ranks"] == 2 and report["undisturbed"]["steps"] == 24, report
     (case,) = report["cases"]
     assert any(case["done"]) and case["codes"] == [1, 0] and case["weights"] == "equal", report
 
@@ -94,5 +94,5 @@ def test_a_recipe_on_two_ranks(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_tortured_is_a_line(words: list[str], says: str) -> None:
-    done = run([*TORTURE, *words], clean_env())
-    assert done.code == 2 and done.output.count("\n") == 1 and says in done.output, done.output
+    result = run([*TORTURE, *words], clean_env())
+    assert result.code == 2 and result.output.count("\n") == 1 and says in result.output, result.output

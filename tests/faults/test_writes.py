@@ -20,8 +20,8 @@ from tests.conftest import Undisturbed
 from tests.events import events
 from tests.own.job import OwnJob
 from tests.processes import require
-from tests.ranks import training
 from tests.runs import FINAL, Job, assert_same
+from tests.warm.gang import python
 
 
 def _save_in_child(directory: Path, step: int, kill_at: int = 0) -> int:
@@ -51,10 +51,10 @@ def test_killed_at_every_touch_of_the_disk_a_verified_checkpoint_remains(
         assert [_save_in_child(directory, step) for step in before] == [0] * len(before)
         status = _save_in_child(directory, 4, kill_at)
         assert not status or os.WTERMSIG(status) == signal.SIGKILL
-        found = product.checkpoint_steps(run)  # nothing half there has a checkpoint's name
+        before_clean = product.checkpoint_steps(run)  # nothing half there has a checkpoint's name
         product.clean(directory)  # puts back what was set aside while its step was saved again
         steps = product.checkpoint_steps(run)
-        assert steps[0] in ((4, before[-1]) if status else (4,)) and (steps == found or before == (4,))
+        assert steps[0] in ((4, before[-1]) if status else (4,)) and (steps == before_clean or before == (4,))
         newest = product.checkpoint(directory / f"step-{steps[0]:08d}")
         assert newest["shared"]["w"][0] == steps[0]
         assert all(path.name.startswith("step-") for path in directory.iterdir())
@@ -70,12 +70,12 @@ def test_a_run_killed_inside_a_save_ends_in_the_same_weights(
     """The run is killed in its first save, or in a later one. The next start resumes from the checkpoint before, if there is one, and
     ends in the undisturbed weights."""
     job = Job(tmp_path / "run", data_root, 1)
-    died = job.go(LOCKSTEP_TEST_WRITE=f"{touch}:KILL")
-    assert died.code == -signal.SIGKILL, died.output
+    first = job.go(LOCKSTEP_TEST_WRITE=f"{touch}:KILL")
+    assert first.code == -signal.SIGKILL, first.output
     assert job.steps() or not later, "killed before a checkpoint was whole: choose a later touch of the disk"
-    done = job.go()
-    assert done.code == 0, done.output
-    assert re.search(r"Resuming at step [1-9]", done.output) or not later, done.output
+    result = job.go()
+    assert result.code == 0, result.output
+    assert re.search(r"Resuming at step [1-9]", result.output) or not later, result.output
     assert_same(job.run_dir, undisturbed(1))
     assert not list((job.run_dir / "checkpoints").glob(".*"))
 
@@ -85,8 +85,10 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     """A separate file system of 400 KB."""
     path = tmp_path / "disk"
     path.mkdir()
-    done = _mount("size=400k", path)
-    require(not done.returncode, f"cannot mount a tmpfs here ({done.stderr.strip()}): needs root with CAP_SYS_ADMIN")
+    result = _mount("size=400k", path)
+    require(
+        not result.returncode, f"cannot mount a tmpfs here ({result.stderr.strip()}): needs root with CAP_SYS_ADMIN"
+    )
     try:
         yield path
     finally:
@@ -112,29 +114,29 @@ def test_a_disk_that_fills_up_costs_checkpoints_and_not_the_run(
 ) -> None:
     job = Job(disk / "run", data_root, 1, **{"checkpoint.keep": 200})
     job.words.append("checkpoint.every_steps=1")
-    done = job.go()
-    assert done.code == 1 and "the last checkpoint could not be saved" in done.output, done.output
-    assert "Final validation accuracy" in done.output and "Traceback" not in done.output, done.output
+    result = job.go()
+    assert result.code == 1 and "the last checkpoint could not be saved" in result.output, result.output
+    assert "Final validation accuracy" in result.output and "Traceback" not in result.output, result.output
     assert 4 <= job.steps()[0] < FINAL, "what was saved before verifies"
     _fill(disk, 0)
-    assert training("export", str(job.run_dir), str(disk / "weights.pth")).code == 2
+    assert python("-m", "lockstep", "export", str(job.run_dir), str(disk / "weights.pth")).code == 2
     assert {path.name for path in disk.iterdir()} == {"run", "filler"}
     assert not _mount("remount,size=4m", disk).returncode
-    done = job.go()
-    assert done.code == 0, done.output
+    result = job.go()
+    assert result.code == 0, result.output
     assert_same(job.run_dir, undisturbed(1))
     assert not _mount("remount,ro", disk).returncode
-    done = job.go()
-    assert done.code == 2 and "run directory" in done.output and "Traceback" not in done.output, done.output
+    result = job.go()
+    assert result.code == 2 and "run directory" in result.output and "Traceback" not in result.output, result.output
 
 
 @pytest.mark.promise("full-disk")
 def test_a_disk_that_answers_with_its_own_timeout_costs_checkpoints_and_not_the_run(job: Job) -> None:
     """Each write raises a TimeoutError. The run takes it for a disk that refuses, not for one that hangs: it tries each save, and
     trains to its end."""
-    done = job.go(LOCKSTEP_TEST_WRITE="0:REFUSE")
-    assert done.code == 1 and "the last checkpoint could not be saved" in done.output, done.output
-    assert "Final validation accuracy" in done.output and "did not answer" not in done.output, done.output
+    result = job.go(LOCKSTEP_TEST_WRITE="0:REFUSE")
+    assert result.code == 1 and "the last checkpoint could not be saved" in result.output, result.output
+    assert "Final validation accuracy" in result.output and "did not answer" not in result.output, result.output
     assert len(events(job.run_dir, "checkpoint_failed")) > 2, "each is tried"
 
 
@@ -142,15 +144,17 @@ def test_a_disk_that_answers_with_its_own_timeout_costs_checkpoints_and_not_the_
 def test_a_session_whose_disk_is_full_does_not_say_75(disk: Path) -> None:
     job = OwnJob(disk / "run", 1)
     _fill(disk, 16 << 10)
-    done = job.go(LOCKSTEP_TEST_FATE="0:5:TERM")
-    assert done.code == 1 and "could not save" in done.output and "No space left on device" in done.output, done.output
+    result = job.go(LOCKSTEP_TEST_FATE="0:5:TERM")
+    assert result.code == 1 and "could not save" in result.output and "No space left on device" in result.output, (
+        result.output
+    )
     assert list((disk / "run/checkpoints").glob("step-*")) == []
 
 
 def test_a_run_directory_that_vanishes_costs_checkpoints_and_not_the_run(job: Job) -> None:
-    done = job.go(LOCKSTEP_TEST_FATE="0:5:VANISH")
+    result = job.go(LOCKSTEP_TEST_FATE="0:5:VANISH")
     # The folder comes back with the next save; what was lost with it cannot be.
-    assert done.code == 0 and "Traceback" not in done.output, done.output
+    assert result.code == 0 and "Traceback" not in result.output, result.output
     assert job.steps()[0] == FINAL
 
 
@@ -174,16 +178,16 @@ def test_damage_to_the_newest_checkpoint(
         path.write_bytes(data)
         if damage == "remove":
             path.unlink()
-    found = sorted((path, path.read_bytes()) for path in (run_dir / "checkpoints").rglob("*") if path.is_file())
-    done = job.go()
-    assert name in done.output, done.output
+    files = sorted((path, path.read_bytes()) for path in (run_dir / "checkpoints").rglob("*") if path.is_file())
+    result = job.go()
+    assert name in result.output, result.output
     if damage == "all":
-        assert done.code == 2, done.output
-        assert found == sorted(
+        assert result.code == 2, result.output
+        assert files == sorted(
             (path, path.read_bytes()) for path in (run_dir / "checkpoints").rglob("*") if path.is_file()
         )
         return
-    assert done.code == 0 and f"Resuming at step {before[1]}" in done.output, done.output
+    assert result.code == 0 and f"Resuming at step {before[1]}" in result.output, result.output
     assert_same(run_dir, undisturbed(1))
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.events import status_of, summary_of
 from tests.processes import PYTHON, clean_env, run
 from tests.runs import FINAL, Job, tensors
 
@@ -18,7 +18,7 @@ SAME = 1e-3
 """Largest distance of one run's weights from another's, relative to these (L2). Kernels choose the order of their sums. A
 step that was left out, or took the data of another, is off by a tenth at least."""
 ACCURACY = {"original": 0.93, "other": 0.89}
-"""Of one speedrun at least, on the original images and on copies of them, such as JPEG files. Published is a mean of 0.9401 on the
+"""Minimum of one speedrun, on the original images and on copies of them, such as JPEG files. Published is a mean of 0.9401 on the
 original ones; single trainings scatter by some 0.0015. On JPEG files 0.9066 to 0.9081 was measured (H100, 2026-11-28)."""
 
 
@@ -47,13 +47,13 @@ def machine(request: pytest.FixtureRequest, tmp_path: Path, data_root: Path) -> 
 
 
 def _weights(job: Job) -> torch.Tensor:
-    found = tensors(job.run_dir, FINAL)
-    parts = [tensor.double().reshape(-1) for name, tensor in found.items() if name.startswith(".shared.model.")]
+    state = tensors(job.run_dir, FINAL)
+    parts = [tensor.double().reshape(-1) for name, tensor in state.items() if name.startswith(".shared.model.")]
     return torch.cat(parts)
 
 
-def _assert_same(job: Job, other: Job) -> None:
-    actual, expected = _weights(job), _weights(other)
+def _assert_same(job: Job, reference: Job) -> None:
+    actual, expected = _weights(job), _weights(reference)
     assert (actual - expected).norm() <= SAME * expected.norm()
 
 
@@ -61,9 +61,9 @@ def test_a_recorded_run_ends_where_the_eager_one_does(machine: Machine) -> None:
     eager, recorded = machine.job("eager"), machine.job("recorded", capture="auto", check_closeness=1)
     for job in (eager, recorded):
         job.ranks = machine.gpus or 2  # over gloo nothing is recorded
-        done = job.launch(**machine.env)
-        assert done.code == 0, done.output
-    assert "runs eagerly" not in done.output and "run eagerly" not in done.output, done.output
+        result = job.launch(**machine.env)
+        assert result.code == 0, result.output
+    assert "runs eagerly" not in result.output and "run eagerly" not in result.output, result.output
     _assert_same(recorded, eager)
 
 
@@ -71,15 +71,15 @@ def test_a_recorded_run_ends_where_the_eager_one_does(machine: Machine) -> None:
 def test_a_killed_rank_costs_nothing(machine: Machine, strategy: str, live: str) -> None:
     changes = {"sync.name": strategy, **({"sync.options": "{parts: 4}"} if strategy == "exact" else {})}
     calm, killed = machine.job("calm", **changes), machine.job("killed", **changes)
-    done = calm.launch(**machine.env)
-    assert done.code == 0, done.output
+    result = calm.launch(**machine.env)
+    assert result.code == 0, result.output
     number = 13 if strategy == "exact" else 6  # a pass for each part
     fate = {
         "LOCKSTEP_TEST_FATE": f"{machine.ranks - 1}:{number}:KILL",
         "LOCKSTEP_TEST_ONCE": str(machine.folder / "once"),
     }
-    done = killed.launch("--max-restarts", "1", *[live] * bool(live), **fate, **machine.env)
-    assert done.code == 0 and ("was lost after step" if live else "Resuming at step") in done.output, done.output
+    result = killed.launch("--max-restarts", "1", *[live] * bool(live), **fate, **machine.env)
+    assert result.code == 0 and ("was lost after step" if live else "Resuming at step") in result.output, result.output
     _assert_same(killed, calm)
     if strategy == "exact":
         assert torch.equal(_weights(killed), _weights(calm))
@@ -91,8 +91,8 @@ def test_exact_gives_the_same_bits_on_one_rank(machine: Machine) -> None:
     )
     alone.ranks = 1
     for job in (several, alone):
-        done = job.launch(**machine.env)
-        assert done.code == 0, done.output
+        result = job.launch(**machine.env)
+        assert result.code == 0, result.output
     assert torch.equal(_weights(several), _weights(alone))
 
 
@@ -100,9 +100,11 @@ def test_a_hung_rank_is_named(machine: Machine) -> None:
     """With gloo by the ranks that wait; with NCCL torch ends these, and the watcher of hangs has named the rank before."""
     cuda, last = machine.device == "cuda", machine.ranks - 1
     job = machine.job("hung", collective_timeout=40 if cuda else 5)  # enough for NCCL to open its communicators
-    done = job.launch("--grace", "5", LOCKSTEP_TEST_FATE=f"{last}:6:STOP", **machine.env)
-    assert done.code != 0 and f"rank {last} {'is stopped' if cuda else 'did not arrive'}" in done.output, done.output
-    status = json.loads((job.run_dir / "status.json").read_text())
+    result = job.launch("--grace", "5", LOCKSTEP_TEST_FATE=f"{last}:6:STOP", **machine.env)
+    assert result.code != 0 and f"rank {last} {'is stopped' if cuda else 'did not arrive'}" in result.output, (
+        result.output
+    )
+    status = status_of(job.run_dir)
     assert cuda or (status["code"] == 1 and f"rank {last} did not arrive" in status["reason"])
 
 
@@ -111,8 +113,8 @@ def test_the_speedrun_reaches_its_accuracy(machine: Machine) -> None:
         pytest.skip(f"takes a GPU, and CIFAR-10 in {DATA} (DATA=…)")
     where = ["device=cuda", f"data.root={DATA.absolute()}"]
     words = ["run", "speedrun", "--run-dir", str(machine.folder / "speedrun"), "--set", *where]
-    done = run([PYTHON, "-m", "lockstep.training", *words], clean_env(CUDA_VISIBLE_DEVICES="0"), 300)
-    assert done.code == 0, done.output
-    accuracy = json.loads((machine.folder / "speedrun/summary.json").read_text())["accuracy"]
+    result = run([PYTHON, "-m", "lockstep.training", *words], clean_env(CUDA_VISIBLE_DEVICES="0"), 300)
+    assert result.code == 0, result.output
+    accuracy = summary_of(machine.folder / "speedrun")["accuracy"]
     # Pickles are read only where they are the published files; binary files may hold copies of the images.
     assert accuracy >= ACCURACY["original" if (DATA / "cifar-10-batches-py").is_dir() else "other"]

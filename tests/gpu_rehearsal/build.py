@@ -39,15 +39,15 @@ def stand_in() -> Path:
     identity = hashlib.sha256(content + " ".join([torch.__version__, *FLAGS]).encode()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lockstep"
     folder = cache / f"standin-{identity}"
-    built = folder / "libcuda.so.1"
+    library = folder / "libcuda.so.1"
     cache.mkdir(parents=True, exist_ok=True)
     with FileLock(cache / "standin.lock", timeout=300):
-        if not built.exists():
+        if not library.exists():
             folder.mkdir(exist_ok=True)
             parts = folder / "part.so"
             includes = [word for path in HEADERS for word in ("-isystem", str(path))]
             command = ["g++", *FLAGS, *includes, "-o", str(parts), *map(str, sources), "-ldl", "-lpthread"]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            assert done.returncode == 0, done.stderr
-            parts.rename(built)
-    return built
+            result = subprocess.run(command, capture_output=True, text=True, check=False)
+            assert result.returncode == 0, result.stderr
+            parts.rename(library)
+    return library

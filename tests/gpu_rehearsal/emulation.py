@@ -34,7 +34,7 @@ LEFT_TO_TORCH = {
     "empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "resize_", "set_", "detach", "alias", "lift_fresh",
     "_unsafe_view", "_reshape_alias", "record_stream", "is_pinned", "_pin_memory", "_local_scalar_dense", "is_same_size",
 }  # fmt: skip
-"""What allocates, views or asks: torch's own CUDA code does it over the stand-in."""
+"""Operators that allocate, view or ask: torch's CUDA code runs them over the stand-in."""
 WAITS = {"nonzero", "masked_select", "_unique2", "unique_dim", "equal", "_linalg_eigh", "multinomial"}
 """Operators whose CUDA kernels make the host wait: it has to know the size, or the value."""
 INDEXED = {"index", "index_put_", "index_put", "_index_put_impl_"}
@@ -52,7 +52,7 @@ STEP = {
     ("step.py", "backward"),
     ("step.py", "update"),
 }
-"""The functions of the loop that belong to a step: what makes the host wait in one of them is paid at every step."""
+"""The functions of the loop that belong to a step: a wait of the host in one of them costs time at every step."""
 
 
 class WrongDevice(RuntimeError):
@@ -61,7 +61,7 @@ class WrongDevice(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """An operator as it came: its overload, its name, what it was given, and where it is to run."""
+    """One call of an operator: its overload, name, arguments, device and stream."""
 
     overload: Any
     name: str
@@ -79,7 +79,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def host_view(tensor: torch.Tensor) -> torch.Tensor:
-    """The CPU's view of a CUDA tensor's memory."""
+    """Returns the CPU's view of a CUDA tensor's memory."""
     storage = tensor.untyped_storage()
     if storage.nbytes() == 0:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
@@ -92,27 +92,30 @@ def host_view(tensor: torch.Tensor) -> torch.Tensor:
 class Emulation(TorchDispatchMode):
     """While it is entered, CUDA operators are computed.
 
-    The attribute `found` counts the waits of the host, and copies between host and device, by the project's calling functions.
+    The attribute `counts` has the waits of the host, and copies between host and device, by the project's calling functions.
     `failures` holds the errors of operators that ran later: a GPU has none.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: dict[str, collections.Counter[str]] = {"step": collections.Counter(), "else": collections.Counter()}
+        self.counts: dict[str, collections.Counter[str]] = {
+            "step": collections.Counter(),
+            "else": collections.Counter(),
+        }
         self.failures: list[str] = []
         self._bodies: dict[int, Callable[[], None]] = {}
         self._lib = ctypes.CDLL(None)  # the stand-in is preloaded, so its functions are this process's
         self._lib.standin_submit.argtypes = [ctypes.c_void_p, ctypes.c_long, ctypes.c_char_p]
         self._lib.standin_captures.argtypes = self._lib.standin_reach.argtypes = [ctypes.c_void_p]
         self._compute = ctypes.CFUNCTYPE(None, ctypes.c_long)(self._run)
-        self._told = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(lambda what: self._note(what.decode()))
+        self._on_wait = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(lambda what: self._note(what.decode()))
         self._lib.standin_compute_with(self._compute)
-        self._lib.standin_on_synchronisation(self._told)
+        self._lib.standin_on_synchronisation(self._on_wait)
 
     def write(self, path: Path) -> None:
-        """Returns the counts and failures as JSON."""
+        """Writes the counts and failures as JSON."""
         contexts = [device for device in range(torch.cuda.device_count()) if self._lib.standin_context(device)]
-        path.write_text(json.dumps({**self.found, "failures": self.failures, "contexts": contexts}))
+        path.write_text(json.dumps({**self.counts, "failures": self.failures, "contexts": contexts}))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -151,7 +154,7 @@ class Emulation(TorchDispatchMode):
         return result
 
     def _foreign(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An operator of another namespace (torch's FSDP has some): its CUDA implementation is made of ours."""
+        """Runs an operator of another namespace (torch's FSDP has some), whose CUDA implementation calls emulated operators."""
         if func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CUDA) and name != "record_grad_output_stream":
             with self:
                 return func._op_dk(torch._C.DispatchKey.CUDA, *args, **kwargs)
@@ -166,7 +169,7 @@ class Emulation(TorchDispatchMode):
             raise WrongDevice(f"{call.name} of tensors on {', '.join(sorted(map(str, devices)))}")
 
     def _crossing(self, call: Call) -> bool:
-        """Whether this copies between host and device and makes the host wait for it."""
+        """Returns whether the call copies between host and device and makes the host wait."""
         if call.name not in ("copy_", "_to_copy"):
             return False
         source = call.args[1] if call.name == "copy_" else call.args[0]
@@ -175,10 +178,12 @@ class Emulation(TorchDispatchMode):
             return False
         host = source if source.device.type == "cpu" else call.args[0] if call.name == "copy_" else None
         pinned = host is not None and host.device.type == "cpu" and host.is_pinned()
-        asked = bool(call.kwargs.get("non_blocking") or (call.name == "copy_" and len(call.args) > 2 and call.args[2]))
+        non_blocking = bool(
+            call.kwargs.get("non_blocking") or (call.name == "copy_" and len(call.args) > 2 and call.args[2])
+        )
         words = ["copy", f"{source.device.type}->{target.type}", "pinned" if pinned else "pageable"]
-        self._note(" ".join([*words, *([] if asked else ["blocking"])]))
-        return not asked
+        self._note(" ".join([*words, *([] if non_blocking else ["blocking"])]))
+        return not non_blocking
 
     def _looks_at_values(self, call: Call) -> bool:
         if call.name in WAITS:
@@ -188,7 +193,7 @@ class Emulation(TorchDispatchMode):
         return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in call.args[1])
 
     def _now(self, call: Call) -> Any:
-        """Computed at once, when what is before it in its stream is done."""
+        """Computes the operator at once, after the earlier work of its stream."""
         self._lib.standin_reach(call.stream.cuda_stream)
         with _drawing(_seed_of(call)):
             result = _compute(call, host_view)
@@ -196,7 +201,7 @@ class Emulation(TorchDispatchMode):
         return _given_back(call, result, keep=True)
 
     def _later(self, call: Call) -> Any:
-        """Its result's shapes now, from zeros; its numbers when the stream comes to it."""
+        """Returns the result's shapes now, from zeros; the stream computes the numbers later."""
         with torch.random.fork_rng(devices=[]):
             scratch: dict[int, torch.Tensor] = {}
             shapes = _compute(call, lambda tensor: scratch.setdefault(id(tensor), _zeros(tensor)))
@@ -216,8 +221,10 @@ class Emulation(TorchDispatchMode):
 
         def body() -> None:
             with _drawing(seed):
-                made = _outputs(call, _called(call.overload, call.name, args, kwargs))
-            for place, tensor in ((a, b) for some, value in zip(places, made) for a, b in zip(some, _tensors(value))):
+                outputs = _outputs(call, _called(call.overload, call.name, args, kwargs))
+            for place, tensor in (
+                (a, b) for some, value in zip(places, outputs) for a, b in zip(some, _tensors(value))
+            ):
                 if place.numel():
                     place.copy_(tensor)
 
@@ -232,7 +239,7 @@ class Emulation(TorchDispatchMode):
             raise RuntimeError(f"CUDA error {error} in {call.name}")
 
     def _check(self, stream: int, what: str) -> None:
-        """The host waits, as this operator makes it: CUDA says whether it may."""
+        """Makes the host wait, as the operator does. CUDA reports whether it may."""
         error = self._lib.cudaStreamSynchronize(ctypes.c_void_p(stream))
         if error == 900:
             raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing ({what})")
@@ -245,7 +252,7 @@ class Emulation(TorchDispatchMode):
             self.failures.append(traceback.format_exc())
 
     def _note(self, what: str) -> None:
-        """Counts it for the project's functions that are being called, the innermost first."""
+        """Counts a wait or a copy for the project's innermost function on the stack."""
         places: list[str] = []
         in_step = False
         frame: FrameType | None = sys._getframe(1)
@@ -256,7 +263,7 @@ class Emulation(TorchDispatchMode):
                 places.append(f"{path.relative_to(OURS)}:{frame.f_code.co_name}")
             frame = frame.f_back
         if places:  # not torch's own threads
-            self.found["step" if in_step else "else"][f"{what} by {places[0]}"] += 1
+            self.counts["step" if in_step else "else"][f"{what} by {places[0]}"] += 1
 
 
 def _seed_of(call: Call) -> int | None:
@@ -268,8 +275,8 @@ def _seed_of(call: Call) -> int | None:
     """
     if torch.Tag.nondeterministic_seeded not in call.overload.tags or call.device.type != "cuda":
         return None
-    given = [leaf for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, torch.Generator)]
-    generator = given[0] if given else torch.cuda.default_generators[call.device.index]
+    generators = [leaf for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, torch.Generator)]
+    generator = generators[0] if generators else torch.cuda.default_generators[call.device.index]
     place = generator.initial_seed(), generator.get_offset()
     generator.set_offset(place[1] + 4)
     return hash(place) % 2**63
@@ -277,7 +284,7 @@ def _seed_of(call: Call) -> int | None:
 
 @contextlib.contextmanager
 def _drawing(seed: int | None) -> Iterator[None]:
-    """While it is entered the CPU's generator stands for the GPU's, and is as it was afterwards. None: it is itself."""
+    """Seeds the CPU's generator in place of the GPU's, and restores it afterwards. None: changes nothing."""
     with torch.random.fork_rng(devices=[], enabled=seed is not None):
         if seed is not None:
             torch.default_generator.manual_seed(seed)
@@ -285,16 +292,16 @@ def _drawing(seed: int | None) -> Iterator[None]:
 
 
 def _replaced(call: Call, view: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Any, Any]:
-    """The arguments for the CPU's operator."""
+    """Returns the arguments for the CPU's operator."""
 
-    def one(value: Any) -> Any:
+    def convert(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return view(value) if value.is_cuda else value
         if isinstance(value, torch.Generator) and value.device.type == "cuda":
             return None
         return torch.device("cpu") if isinstance(value, torch.device) else value
 
-    args, kwargs = tree_map(one, list(call.args)), tree_map(one, dict(call.kwargs))
+    args, kwargs = tree_map(convert, list(call.args)), tree_map(convert, dict(call.kwargs))
     if kwargs.get("device") is not None:
         kwargs["device"] = torch.device("cpu")
     return args, kwargs
@@ -328,28 +335,28 @@ def _called(overload: Any, name: str, args: Any, kwargs: Any) -> Any:
 
 
 def _outputs(call: Call, result: Any) -> list[Any]:
-    """One for each that the schema names."""
+    """Returns one output for each that the schema names."""
     several = isinstance(result, (tuple, list)) and len(call.overload._schema.returns) != 1
     return list(result) if several else [result]
 
 
 def _is_new(kind: Any) -> bool:
-    """Whether the schema promises a new tensor here, and not an argument that was written."""
+    """Returns whether the schema promises a new tensor here, not a written argument."""
     return kind.alias_info is None or not kind.alias_info.is_write
 
 
 def _given_back(call: Call, result: Any, keep: bool) -> Any:
-    """Tensors of torch's allocator for new outputs, with the numbers if `keep`; the arguments themselves for written ones."""
+    """Returns new outputs in tensors of torch's allocator, with the numbers if `keep`, and written arguments themselves."""
     returns = call.overload._schema.returns
-    made = []
+    outputs = []
     for kind, value in zip(returns, _outputs(call, result)):
         if _is_new(kind):
-            made.append(
+            outputs.append(
                 tree_map(lambda leaf: _new(leaf, call.device, keep) if isinstance(leaf, torch.Tensor) else leaf, value)
             )
         else:
-            made.append(_written(call, kind))
-    return result if not returns else made[0] if len(returns) == 1 else tuple(made)
+            outputs.append(_written(call, kind))
+    return result if not returns else outputs[0] if len(returns) == 1 else tuple(outputs)
 
 
 def _written(call: Call, kind: Any) -> Any:
@@ -363,7 +370,7 @@ def _written(call: Call, kind: Any) -> Any:
 def _new(tensor: torch.Tensor, device: torch.device, keep: bool) -> torch.Tensor:
     if device.type == "cpu":
         return tensor
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     if keep and tensor.numel():
-        host_view(made).copy_(tensor)
-    return made
+        host_view(copy).copy_(tensor)
+    return copy

@@ -1,4 +1,4 @@
-"""own.py RUN_DIR NAME=VALUE …: a loop of one's own on a `Session`, as examples/own_loop.py is one.
+"""own.py RUN_DIR NAME=VALUE …: a user's loop on a `Session`, like examples/own_loop.py.
 
 Lockstep's order, from pinned memory; float16 with a `GradScaler` that first overflows, micro-batches and clipping.
 """

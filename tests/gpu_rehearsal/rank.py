@@ -24,7 +24,7 @@ def _plant(fault: str) -> None:
 
 
 def _script(path: str, *words: str) -> int:
-    """The exit code of a program of a user's own, or of a module."""
+    """Runs a user's program or a module, and returns its exit code."""
     try:
         if path == "-m":
             sys.argv = [*words]
@@ -32,8 +32,8 @@ def _script(path: str, *words: str) -> int:
         else:
             sys.argv = [path, *words]
             runpy.run_path(path, run_name="__main__")
-    except SystemExit as ended:
-        return int(ended.code or 0)
+    except SystemExit as error:
+        return int(error.code or 0)
     return 0
 
 

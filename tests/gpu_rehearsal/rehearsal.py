@@ -28,7 +28,7 @@ def preload() -> str:
 
 
 def environment(devices: int, **extra: str) -> dict[str, str]:
-    """The variables of a process that sees so many GPUs of the stand-in."""
+    """Returns the variables of a process that sees so many GPUs of the stand-in."""
     env = clean_env(LD_PRELOAD=preload(), STANDIN_DEVICES=str(devices), LOCKSTEP_THREADS="1", **extra)
     del env["CUDA_VISIBLE_DEVICES"]
     return env
@@ -36,7 +36,7 @@ def environment(devices: int, **extra: str) -> dict[str, str]:
 
 @dataclass
 class Rank:
-    """One process, where it writes, and what is known of it when it has ended."""
+    """A rank's process, its output, and its log and counts after its end."""
 
     process: Process
     folder: Path
@@ -52,17 +52,17 @@ class Rank:
 
     @functools.cached_property
     def log(self) -> list[str]:
-        """The stand-in's lines, without the number of their thread."""
+        """Returns the stand-in's lines, without the number of their thread."""
         path = self.folder / f"log.{self.number}"
         return [line.partition(" ")[2] for line in path.read_text().splitlines()] if path.exists() else []
 
     @functools.cached_property
-    def found(self) -> dict[str, dict[str, int]]:
-        found: dict[str, dict[str, int]] = json.loads((self.folder / f"found.{self.number}").read_text())
-        compared = [what for what in found["step"] if "closeness.py:fingerprint" in what]
+    def counts(self) -> dict[str, dict[str, int]]:
+        counts: dict[str, dict[str, int]] = json.loads((self.folder / f"found.{self.number}").read_text())
+        compared = [what for what in counts["step"] if "closeness.py:fingerprint" in what]
         # The replicas are compared once a start, and at a save before that; not at every step.
-        assert all(found["step"].pop(what) <= 2 for what in compared), compared
-        return found
+        assert all(counts["step"].pop(what) <= 2 for what in compared), compared
+        return counts
 
     def lines(self, what: str) -> list[str]:
         return [line for line in self.log if line.split(" ")[0] == what]
@@ -73,10 +73,10 @@ class Gang:
     ranks: list[Rank] = field(default_factory=list)
 
     def wait(self, timeout: float = 120) -> list[int]:
-        """The exit codes, when all have ended. Fails with what they had written if they do not in time."""
+        """Returns the exit codes when all ranks have ended. Fails with their output if they do not end in time."""
         deadline = time.monotonic() + timeout
-        while left := [rank.process for rank in self.ranks if rank.code is None]:
-            ended = select.select(left, [], [], max(0.0, deadline - time.monotonic()))[0]
+        while running := [rank.process for rank in self.ranks if rank.code is None]:
+            ended = select.select(running, [], [], max(0.0, deadline - time.monotonic()))[0]
             assert ended, f"still running after {timeout} s:\n{self.output}"
         return [rank.process.returncode or 0 for rank in self.ranks]
 
@@ -85,7 +85,7 @@ class Gang:
         return "\n".join(f"--- rank {rank.number}\n{rank.output}" for rank in self.ranks)
 
     def assert_sound(self, refused: Sequence[int] = ()) -> None:
-        """Checks what holds for every run: own devices alone, no rule of CUDA broken, no kernel without a computation.
+        """Checks every run: each rank uses one device, breaks no rule of CUDA, and starts no kernel without a computation.
 
         Args:
             refused: ranks whose captures were broken, as the test wants it.
@@ -94,7 +94,7 @@ class Gang:
             assert bool(rank.lines("VIOLATION")) == (rank.number in refused), rank.lines("VIOLATION")
             assert rank.lines("KERNEL") == [] and rank.lines("NOT-SUPPORTED") == []
             assert rank.lines("PAGEABLE-IN-CAPTURE") == []
-            assert rank.found["failures"] == []
+            assert rank.counts["failures"] == []
             assert len(rank.lines("CONTEXT")) <= 1, f"contexts on several devices: {rank.lines('CONTEXT')}"
             assert not [line for line in rank.lines("CAPTURE") if "ends nodes=0 " in line], "an empty graph"
 
@@ -109,7 +109,7 @@ def rehearsing(
     program: Sequence[str] = RANK,
     **extra: str,
 ) -> Iterator[Gang]:
-    """Ranks that are gone at the end.
+    """Starts ranks, and kills them at the end.
 
     Args:
         folder: for their logs and outputs.
@@ -125,7 +125,7 @@ def rehearsing(
         ]
     gang = Gang()
     try:
-        for number, own in enumerate(each):
+        for number, variables in enumerate(each):
             files = {"STANDIN_LOG": folder / f"log.{number}", "REHEARSAL_FOUND": folder / f"found.{number}"}
             for path in files.values():
                 path.unlink(missing_ok=True)
@@ -133,7 +133,7 @@ def rehearsing(
                 devices, OMP_NUM_THREADS="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port, TORCH_FR_DUMP_ON_TIMEOUT="0",
                 **{name: str(path) for name, path in files.items()},
             )  # fmt: skip
-            env.update({**extra, **own})
+            env.update({**extra, **variables})
             output = os.open(folder / f"output.{number}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             try:
                 gang.ranks.append(Rank(start([*program, *words], env, output), folder, number))
@@ -148,7 +148,7 @@ def rehearsing(
 def rehearsed(
     folder: Path, words: Sequence[str], timeout: float = 120, refused: Sequence[int] = (), **options: object
 ) -> Gang:
-    """To the end of all ranks, which have to be done with 0 and sound."""
+    """Runs ranks to their end. All have to exit with 0 and be sound."""
     with rehearsing(folder, words, **options) as gang:  # type: ignore[arg-type]
         assert set(gang.wait(timeout)) == {0}, gang.output
     gang.assert_sound(refused)
@@ -167,25 +167,25 @@ def settings(data_root: Path, **changes: object) -> list[str]:
 
 
 STEPS = 8
-"""Of the run that `settings` describes."""
+"""Steps of the run that `settings` describes."""
 
 
 def trained(
     folder: Path, data_root: Path, *, steps: int = STEPS, options: dict[str, object] | None = None, **changes: object
 ) -> tuple[Gang, dict[str, torch.Tensor]]:  # fmt: skip
-    """A run to its end, and every tensor of its last checkpoint but the states of generators."""
+    """Trains to the end; returns the gang and every tensor of the last checkpoint but the states of generators."""
     words = ["run", "smoke", "--run-dir", str(folder / "run"), *settings(data_root, **changes)]
     gang = rehearsed(folder, words, **(options or {}))  # type: ignore[arg-type]
     return gang, saved(folder / "run", steps)
 
 
 def saved(run_dir: Path, step: int = STEPS) -> dict[str, torch.Tensor]:
-    found = {name: tensor for name, tensor in runs.tensors(run_dir, step).items() if ".rng" not in name}
-    assert found
-    return found
+    state = {name: tensor for name, tensor in runs.tensors(run_dir, step).items() if ".rng" not in name}
+    assert state
+    return state
 
 
-def differing(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
-    """The names of tensors that are not the same bit for bit."""
-    assert found.keys() == expected.keys()
-    return [name for name in found if not torch.equal(found[name], expected[name])]
+def differing(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
+    """Returns the names of tensors that differ in a bit."""
+    assert actual.keys() == expected.keys()
+    return [name for name in actual if not torch.equal(actual[name], expected[name])]

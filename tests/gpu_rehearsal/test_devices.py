@@ -1,4 +1,4 @@
-"""What a launcher says, and what it shows of the GPUs: each rank works on its own, and touches no other."""
+"""Each rank works on the GPU that its launcher's variables and the visible GPUs name, and touches no other."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ LAUNCHERS = {"torchrun": (_torchrun, PAIR), "a process a pod": (_torchrun, APART
 
 @pytest.fixture
 def join(tmp_path: Path) -> list[str]:
-    """A script that joins, sums over the ranks, and says where it was."""
+    """A script that joins, sums over the ranks, and prints its place."""
     (tmp_path / "join.py").write_text(JOIN)
     return [str(tmp_path / "join.py")]
 
 
 def _contexts(gang: Gang) -> list[list[int]]:
-    """The machine's numbers of the GPUs that each process has touched."""
+    """Returns the machine's numbers of the GPUs that each process has touched."""
     return [[int(line.split("gpu=")[1].split()[0]) for line in rank.lines("CONTEXT")] for rank in gang.ranks]
 
 
@@ -68,16 +68,16 @@ def test_each_rank_has_its_own_gpu(tmp_path: Path, join: list[str], launcher: st
     variables, places = LAUNCHERS[launcher]
     size, locals_ = len(places), max(local for _, _, local in places) + 1
     each = [{**variables(*place, size, locals_), "STANDIN_NODE": str(place[1])} for place in places]
-    for (_, _, local), own in zip(places, each):
-        own |= {"all": {}, "own": {"CUDA_VISIBLE_DEVICES": str(local)}, "one": {"CUDA_VISIBLE_DEVICES": "1"}}[visible]
+    for (_, _, local), env in zip(places, each):
+        env |= {"all": {}, "own": {"CUDA_VISIBLE_DEVICES": str(local)}, "one": {"CUDA_VISIBLE_DEVICES": "1"}}[visible]
     with rehearsing(tmp_path, join, each=each) as gang:
         codes = gang.wait(240)
     assert codes == [0] * size, gang.output
     gang.assert_sound()
-    found = [json.loads(rank.output.splitlines()[-1]) for rank in gang.ranks]
-    for (rank, _, local), said in zip(places, found):
+    reports = [json.loads(rank.output.splitlines()[-1]) for rank in gang.ranks]
+    for (rank, _, local), report in zip(places, reports):
         index = local if visible == "all" else 0
-        assert said == {"rank": rank, "local": local, "device": f"cuda:{index}", "total": 4.0 * size * (size + 1) / 2}
+        assert report == {"rank": rank, "local": local, "device": f"cuda:{index}", "total": 4.0 * size * (size + 1) / 2}
     assert _contexts(gang) == [[1 if visible == "one" else local] for _, _, local in places]
 
 
@@ -100,8 +100,8 @@ def test_the_toys_halves_end_in_the_parameters_of_one_process(tmp_path: Path, de
     with rehearsing(tmp_path, [str(ROOT / "examples/modules/toy.py")], devices=devices) as gang:
         assert gang.wait(240) == [0, 0], gang.output
     assert f"model parallel under DDP ({where}" in gang.ranks[0].output
-    touched = [set(gpus) for gpus in _contexts(gang)]
-    if devices == 4:  # torch's gloo returns to GPU 0 in its own thread after use of another GPU
-        touched[1].discard(0)
-    assert touched == [set(range(rank, devices, 2)) for rank in range(2)]
+    gpus = [set(gpus) for gpus in _contexts(gang)]
+    if devices == 4:  # torch's gloo thread returns to GPU 0 after use of another GPU
+        gpus[1].discard(0)
+    assert gpus == [set(range(rank, devices, 2)) for rank in range(2)]
     assert [rank.lines("VIOLATION") for rank in gang.ranks] == [[], []]

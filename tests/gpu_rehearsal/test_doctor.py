@@ -15,12 +15,12 @@ from tests.processes import PYTHON, run
 
 def _doctor(folder: Path, devices: int, *only: str, **extra: str) -> tuple[int, dict[str, Any]]:
     """Returns its exit code and its output."""
-    done = run(
+    result = run(
         [PYTHON, "-m", "tests.gpu_rehearsal.doctor", *only], environment(devices, TMPDIR=str(folder), **extra), 1000
     )
-    value: dict[str, Any] = json.loads(done.output[done.output.index("{\n") :])
+    value: dict[str, Any] = json.loads(result.output[result.output.index("{\n") :])
     assert not [path for path in folder.iterdir() if "torchinductor" not in path.name], "something was left"
-    return done.code, value
+    return result.code, value
 
 
 def _results(value: dict[str, Any]) -> dict[str, str]:
@@ -37,7 +37,7 @@ def test_the_whole_table(tmp_path: Path, devices: int) -> None:
 
 
 def test_a_strategy_that_sums_nothing_fails_its_row_alone(tmp_path: Path) -> None:
-    """Each rank keeps its own gradients."""
+    """Each rank keeps the gradients that it computed."""
     only = ("NCCL", "strategy exact", "strategy flat")
     code, value = _doctor(tmp_path, 2, *only, REHEARSAL_FAULT=product.SUM_OF_EXACT)
     assert code == 1

@@ -28,12 +28,12 @@ def test_a_rank_that_nccl_waits_for_holds_none_up(tmp_path: Path, data_root: Pat
     with rehearsing(tmp_path, words, LOCKSTEP_TEST_FATE=f"1:5:{fate}") as gang:
         poll(lambda: gang.ranks[0].code is not None, TIMEOUT + 60, "the end of rank 0")
     assert gang.ranks[0].code == -signal.SIGABRT, gang.output
-    named = [line for line in gang.output.splitlines() if line.startswith("hang: ") and "rank 1 " in line]
-    assert named or fate != "STOP", gang.output
+    lines = [line for line in gang.output.splitlines() if line.startswith("hang: ") and "rank 1 " in line]
+    assert lines or fate != "STOP", gang.output
 
 
 def test_a_rank_that_fails_does_not_wait_for_the_sums_it_has_begun(tmp_path: Path, data_root: Path) -> None:
-    """They wait for a rank that does not come: without an abort it would stay for the whole of `collective_timeout`."""
+    """The sums wait for a rank that does not come. Without an abort rank 1 stays for the whole `collective_timeout`."""
     held = tmp_path / "held"
     held.touch()
     changes = {"model": "tests.gpu_rehearsal.nets:Unfinished", "sync__name": product.HOOKS, "collective_timeout": 600}

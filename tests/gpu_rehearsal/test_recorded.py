@@ -1,4 +1,4 @@
-"""Recorded steps: CUDA graphs of torch's own, which hold what the eager step does, and all of it."""
+"""Recorded steps: torch's CUDA graphs hold all that the eager step does."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ CASES: dict[str, tuple[int, dict[str, object]]] = {
 
 
 def graphs(gang: Gang, rank: int = 0) -> list[int]:
-    """The nodes of each graph that was captured."""
-    found = [re.fullmatch(r"CAPTURE ends nodes=(\d+) error=0", line) for line in gang.ranks[rank].lines("CAPTURE")]
-    return [int(match[1]) for match in found if match]
+    """Returns the number of nodes of each captured graph."""
+    matches = [re.fullmatch(r"CAPTURE ends nodes=(\d+) error=0", line) for line in gang.ranks[rank].lines("CAPTURE")]
+    return [int(match[1]) for match in matches if match]
 
 
 PARTS = 8
-"""Of a batch under exact: each is a launch."""
+"""Parts of a batch under `exact`; each is a launch."""
 FIRST, *OTHERS = CASES
 
 
@@ -50,20 +50,20 @@ def test_a_recorded_run_ends_in_the_bits_of_the_eager_one(tmp_path: Path, data_r
     assert differing(recorded, eager) == []
     for rank in gang.ranks:
         assert "runs eagerly" not in rank.output
-        made = graphs(gang, rank.number)
+        sizes = graphs(gang, rank.number)
         each = 1 if changes.get("nonfinite") == "ignore" else 2
         exact = changes.get("sync__name") == "exact"
-        assert len(made) == each + exact and min(made) > 5
-        assert rank.found["step"].get(LOOK_FOR_NAN, 0) == (0 if each == 1 else STEPS), "the host looks at the gradient"
+        assert len(sizes) == each + exact and min(sizes) > 5
+        assert rank.counts["step"].get(LOOK_FOR_NAN, 0) == (0 if each == 1 else STEPS), "the host looks at the gradient"
         launches = rank.lines("LAUNCH")
         eager_steps = 4 if exact else 3  # a step behind a save proves its function
         assert len(launches) >= (STEPS - eager_steps) * (each + PARTS // ranks * exact)
-        assert rank.found["step"].get(APPLIES, 0) == eager_steps * exact
-        assert {int(line.split("nodes=")[1].split()[0]) for line in launches} <= set(made)
+        assert rank.counts["step"].get(APPLIES, 0) == eager_steps * exact
+        assert {int(line.split("nodes=")[1].split()[0]) for line in launches} <= set(sizes)
 
 
 def _waits(graphs: int, looks_for_nan: bool) -> dict[str, int]:
-    """Of the run's 8 steps in 2 epochs, of which 3 warm up and 5 are replayed; and the copies that nothing waits for."""
+    """Returns the waits and the copies of the run's 8 steps in 2 epochs: 3 warm up, and 5 are replayed."""
     waits = {
         "cudaDeviceSynchronize by run/recording.py:__call__": 2 * graphs,  # before each recording, ours and torch's own
         "copy cpu->cuda pageable blocking by data/batches.py:fill": 2,  # the keys, once an epoch
@@ -78,7 +78,7 @@ def _waits(graphs: int, looks_for_nan: bool) -> dict[str, int]:
 
 def _without_readings(rank: Rank) -> dict[str, int]:
     """Returns the waits of the rank's steps, without the reads of the losses on a separate stream."""
-    return {what: times for what, times in rank.found["step"].items() if what not in READING}
+    return {what: times for what, times in rank.counts["step"].items() if what not in READING}
 
 
 def test_a_recorded_step_launches_its_graphs_and_little_else(tmp_path: Path, data_root: Path) -> None:
@@ -104,19 +104,19 @@ def test_if_one_rank_cannot_record_all_continue_eagerly_and_report_it(tmp_path: 
     peeking = f"{NETS}:Peeking"
     _, eager = trained(tmp_path / "eager", data_root, model=peeking)
     folder = tmp_path / "recorded"
-    gang, found = trained(folder, data_root, model=peeking, capture="auto", options={"refused": [1]})
-    assert differing(found, eager) == []
+    gang, recorded = trained(folder, data_root, model=peeking, capture="auto", options={"refused": [1]})
+    assert differing(recorded, eager) == []
     assert "the step cannot be recorded (rank 1: " in gang.ranks[0].output
     assert [rank.lines("LAUNCH") for rank in gang.ranks] == [[], []]
 
 
-def test_a_recorded_step_tells_its_own_time_from_the_wait_for_others(tmp_path: Path, data_root: Path) -> None:
+def test_a_recorded_step_separates_its_compute_time_from_the_wait_for_others(tmp_path: Path, data_root: Path) -> None:
     """Rank 1 comes 0.4 s late to each of its recorded steps: rank 0 waits for it, inside the graph."""
     changes = {"model": f"{NETS}:Tardy", "log__every": 1, "capture": "auto"}
     trained(tmp_path, data_root, **changes)
     replayed = [event for event in events(tmp_path / "run", "step") if event["step"] > 5]
     assert len(replayed) == 3
-    waited, own, whole = (
+    wait, compute, whole = (
         sum(event[name] for event in replayed) for name in ("sync_wait", "grad_ready", "step_duration")
     )
-    assert whole > waited > 0.4 and waited > own > 0, replayed
+    assert whole > wait > 0.4 and wait > compute > 0, replayed

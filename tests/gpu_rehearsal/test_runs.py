@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 import yaml
 
 from tests import product
-from tests.events import events
+from tests.events import events, summary_of
 from tests.gpu_rehearsal.conftest import OnCpu
 from tests.gpu_rehearsal.rehearsal import (
     RANK,
@@ -34,8 +33,8 @@ def test_every_type_gives_the_numbers_of_the_cpu(
     tmp_path: Path, data_root: Path, on_cpu: OnCpu, precision: str
 ) -> None:
     """Half precision is multiplied in float32 here, and rounded; a GPU's own sums are not seen."""
-    _, found = trained(tmp_path, data_root, precision=precision)
-    assert differing(found, on_cpu(precision=precision)) == []
+    _, actual = trained(tmp_path, data_root, precision=precision)
+    assert differing(actual, on_cpu(precision=precision)) == []
 
 
 @pytest.mark.parametrize("capture", ["never", "auto"])
@@ -44,18 +43,18 @@ def test_a_float16_step_that_overflows_is_taken_again(
 ) -> None:
     """With half the scale, until it does not; the recorded steps behind it read the scale that is left."""
     changes: dict[str, object] = {"precision": "float16", "loss__reduction": "sum", "lr": 0.002}
-    _, found = trained(tmp_path, data_root, capture=capture, **changes)
-    assert differing(found, on_cpu(**changes)) == []
+    _, actual = trained(tmp_path, data_root, capture=capture, **changes)
+    assert differing(actual, on_cpu(**changes)) == []
     state = product.newest_checkpoint(tmp_path / "run")
     assert state["shared"]["kept"]["objects"]["scaler"]["scale"] < torch.amp.GradScaler("cpu").get_scale()
 
 
 @pytest.mark.parametrize("late", ["", "oldest", "newest"])
 def test_from_pinned_memory_come_the_same_samples(tmp_path: Path, data_root: Path, on_cpu: OnCpu, late: str) -> None:
-    gang, found = trained(tmp_path, data_root, data__resident="never", options={"STANDIN_LATE": late})
-    assert differing(found, on_cpu()) == []
+    gang, actual = trained(tmp_path, data_root, data__resident="never", options={"STANDIN_LATE": late})
+    assert differing(actual, on_cpu()) == []
     for rank in gang.ranks:
-        copies = {what for part in ("step", "else") for what in rank.found[part] if "batches.py" in what}
+        copies = {what for part in ("step", "else") for what in rank.counts[part] if "batches.py" in what}
         assert copies == {"copy cpu->cuda pinned by data/batches.py:<lambda>"}
 
 
@@ -65,16 +64,16 @@ def test_the_score_is_that_of_the_cpu(tmp_path: Path, data_root: Path) -> None:
     for device in ("cpu", "cuda"):
         run_dir = tmp_path / device / "run"
         trained(tmp_path / device, data_root, device=device, options={"devices": 2 if device == "cuda" else 0})
-        scores[device] = json.loads((run_dir / "summary.json").read_text())["accuracy"]
+        scores[device] = summary_of(run_dir)["accuracy"]
     again = rehearsed(tmp_path / "again", ["evaluate", str(run_dir), "--trust-model", "--set", "device=cuda"], ranks=2)
     assert scores["cpu"] == scores["cuda"]
     assert f"accuracy {scores['cuda']:.4f}" in again.ranks[0].output
 
 
 @pytest.mark.parametrize(("ranks", "late"), [(2, ""), (2, "newest"), (1, "oldest"), (1, "newest")])
-def test_what_a_step_tells_is_read_without_waiting(tmp_path: Path, data_root: Path, ranks: int, late: str) -> None:
-    """Losses and norms are copied while training continues, and reported when they have arrived. They are those of the CPU."""
-    told = {}
+def test_losses_and_norms_are_read_without_waiting(tmp_path: Path, data_root: Path, ranks: int, late: str) -> None:
+    """The run copies losses and norms while it trains, and reports them when they arrive. They equal the CPU's."""
+    reports = {}
     nonfinite = "stop" if ranks > 1 else "ignore"  # then nothing else has waited before
     for device in ("cpu", "cuda"):
         options: dict[str, object] = {"devices": 2 if device == "cuda" else 0, "STANDIN_LATE": late, "ranks": ranks}
@@ -82,16 +81,16 @@ def test_what_a_step_tells_is_read_without_waiting(tmp_path: Path, data_root: Pa
             tmp_path / device, data_root, options=options, log__every=1, device=device, nonfinite=nonfinite
         )
         steps = events(tmp_path / device / "run", "step")
-        told[device] = [(event["step"], event["train_loss"], event["grad_norm"]) for event in steps]
-    assert told["cuda"] == told["cpu"] and len(told["cpu"]) == 8
-    waits = {what for rank in gang.ranks for what in rank.found["step"] if "observe/steps.py" in what}
+        reports[device] = [(event["step"], event["train_loss"], event["grad_norm"]) for event in steps]
+    assert reports["cuda"] == reports["cpu"] and len(reports["cpu"]) == 8
+    waits = {what for rank in gang.ranks for what in rank.counts["step"] if "observe/steps.py" in what}
     passed = "cudaEventSynchronize by observe/steps.py:wait"  # of an event that has been asked already
     assert waits <= {"copy cuda->cpu pinned by observe/steps.py:_to_host", passed}
 
 
 def _words(folder: Path, data_root: Path, **changes: object) -> list[str]:
-    asked = {"model": "tests.nets:DyingPlain", "checkpoint__every_steps": 2, "evaluate__every": 100, **changes}
-    return ["run", "smoke", "--run-dir", str(folder / "run"), *settings(data_root, **asked)]
+    values = {"model": "tests.nets:DyingPlain", "checkpoint__every_steps": 2, "evaluate__every": 100, **changes}
+    return ["run", "smoke", "--run-dir", str(folder / "run"), *settings(data_root, **values)]
 
 
 @pytest.mark.parametrize("capture", [pytest.param("never", marks=pytest.mark.smoke), "auto"])
@@ -114,24 +113,15 @@ def test_killed_and_run_again_it_ends_in_the_same_bits(tmp_path: Path, data_root
     assert {name: str(config[name]).lower() for name in form} == form, "another device has another form"
 
 
-def test_a_signal_to_one_rank_ends_both_saved(tmp_path: Path, data_root: Path, on_cpu: OnCpu) -> None:
-    words = _words(tmp_path, data_root)
-    with rehearsing(tmp_path, words, LOCKSTEP_TEST_FATE="1:3:TERM") as gang:
-        assert gang.wait(240) == [75, 75], gang.output
-    gang.assert_sound()
-    rehearsed(tmp_path, words)
-    assert differing(saved(tmp_path / "run"), on_cpu()) == []
-
-
 def test_the_others_continue_without_a_lost_rank(tmp_path: Path, data_root: Path, on_cpu: OnCpu) -> None:
-    """It is killed within a step."""
+    """The lost rank is killed within a step."""
     changes = {"sync__name": "exact", "model": "tests.nets:DyingPlain"}
     words = ["run", "smoke", "--run-dir", str(tmp_path / "run"), *settings(data_root, **changes)]
     env = environment(3, TMPDIR=str(tmp_path), LOCKSTEP_TEST_FATE="1:12:KILL")
     launch = [PYTHON, "-m", "lockstep.training", "launch", "--live", "--ranks", "3", "--", PYTHON, *RANK, *words]
-    done = run(launch, env, 150)
-    assert done.code == 0, done.output
-    assert "2 ranks train on" in done.output
+    result = run(launch, env, 150)
+    assert result.code == 0, result.output
+    assert "2 ranks train on" in result.output
     assert differing(saved(tmp_path / "run"), on_cpu(**changes)) == []
 
 
@@ -139,18 +129,18 @@ def test_the_others_continue_without_a_lost_rank(tmp_path: Path, data_root: Path
 def test_the_launcher_starts_a_rank_a_gpu(tmp_path: Path, data_root: Path, on_cpu: OnCpu) -> None:
     """Every process from a shell."""
     words = ["run", "smoke", "--run-dir", str(tmp_path / "run"), *settings(data_root)]
-    done = run(
+    result = run(
         [PYTHON, "-m", "lockstep.training", "launch", "--", PYTHON, *RANK, *words],
         environment(2, TMPDIR=str(tmp_path)),
         150,
     )
-    assert done.code == 0, done.output
-    assert "2 ranks on cuda" in done.output
+    assert result.code == 0, result.output
+    assert "2 ranks on cuda" in result.output
     assert differing(saved(tmp_path / "run"), on_cpu()) == []
 
 
 @pytest.mark.parametrize("strategy", ["flat", "zero1"])
 def test_ranks_share_a_gpu_over_gloo(tmp_path: Path, data_root: Path, on_cpu: OnCpu, strategy: str) -> None:
-    gang, found = trained(tmp_path, data_root, backend="gloo", sync__name=strategy, options={"devices": 1})
+    gang, actual = trained(tmp_path, data_root, backend="gloo", sync__name=strategy, options={"devices": 1})
     assert "2 ranks on cuda over gloo" in gang.ranks[0].output
-    assert differing(found, on_cpu(sync__name=strategy)) == []
+    assert differing(actual, on_cpu(sync__name=strategy)) == []

@@ -1,4 +1,4 @@
-"""A loop of one's own on two GPUs of the stand-in: the bits of the CPU, also after a signal."""
+"""A user's loop on two GPUs of the stand-in: the bits of the CPU, also after a signal."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_pinned_batches_a_scaler_and_micro_batches_that_a_signal_ended_resume_to
     assert "Resuming at step" in again.output and f"scale {scale}\n" in again.ranks[0].output
     assert differing(saved(tmp_path / "cuda" / "run"), saved(tmp_path / "cpu" / "run")) == []
     for rank, resumed in zip(gang.ranks, again.ranks):
-        waits = collections.Counter(rank.found["step"]) + collections.Counter(resumed.found["step"])
+        waits = collections.Counter(rank.counts["step"]) + collections.Counter(resumed.counts["step"])
         waits = collections.Counter({what: times for what, times in waits.items() if what not in READING})
         finite, overflowed = 5, 3
         assert waits == {

@@ -66,9 +66,9 @@ def test_what_breaks_a_capture_on_a_gpu_breaks_it_here(tmp_path: Path, what: str
 
 
 @pytest.mark.parametrize(
-    ("waits", "late", "found"), [(False, "newest", 1.0), (False, "oldest", 0.0), (True, "oldest", 1.0)]
+    ("waits", "late", "expected"), [(False, "newest", 1.0), (False, "oldest", 0.0), (True, "oldest", 1.0)]
 )
-def test_a_stream_that_does_not_wait_for_another_shows(tmp_path: Path, waits: bool, late: str, found: float) -> None:
+def test_a_stream_that_does_not_wait_for_another_shows(tmp_path: Path, waits: bool, late: str, expected: float) -> None:
     """`side`, the older one, adds what `stream` writes."""
     text = f"""
 with torch.cuda.stream(stream):
@@ -80,7 +80,7 @@ with torch.cuda.stream(side):
 torch.cuda.synchronize()
 print(a[0].item())
 """
-    assert _go(tmp_path, text, STANDIN_LATE=late).output.splitlines()[-1] == str(found)
+    assert _go(tmp_path, text, STANDIN_LATE=late).output.splitlines()[-1] == str(expected)
 
 
 def test_a_communicator_keeps_the_order_of_its_calls_across_streams(tmp_path: Path) -> None:

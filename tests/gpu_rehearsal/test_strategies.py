@@ -25,7 +25,7 @@ DDPS_OWN = {
     "cudaStreamSynchronize by recipe/loop.py:loss",
 }
 READING = {"copy cuda->cpu pinned by observe/steps.py:_to_host", "cudaEventSynchronize by observe/steps.py:wait"}
-"""The losses of the first and the last step, on a stream of their own. The host reads them once they have arrived."""
+"""The losses of the first and the last step, on a separate stream. The host reads them once they have arrived."""
 RESIDENT = "copy cpu->cuda pageable by data/batches.py:batch"
 """The numbers of the samples: staged by the driver at the call, so nothing waits."""
 APPLIES = "cudaStreamSynchronize by sync/exact.py:apply"
@@ -59,14 +59,14 @@ SMOKE = ("flat", "ddp")
     "strategy", [pytest.param(name, marks=[pytest.mark.smoke] if name in SMOKE else []) for name in STRATEGIES]
 )
 def test_two_gpus_compute_what_two_cpus_do(tmp_path: Path, data_root: Path, on_cpu: OnCpu, strategy: str) -> None:
-    gang, found = trained(tmp_path, data_root, **changes_of(strategy))
-    assert differing(found, on_cpu(**changes_of(strategy))) == []
+    gang, actual = trained(tmp_path, data_root, **changes_of(strategy))
+    assert differing(actual, on_cpu(**changes_of(strategy))) == []
     allowed = {LOOK_FOR_NAN, RESIDENT} | READING | (DDPS_OWN if strategy in ("ddp", product.POWERSGD) else set())
     allowed |= EXACTS_OWN if strategy == "exact" else set()
     for rank in gang.ranks:
         assert rank.lines("COMMUNICATOR"), "nothing went through NCCL"
-        assert set(rank.found["step"]) <= allowed
-        assert rank.found["step"][LOOK_FOR_NAN] == 8, "once a step"
+        assert set(rank.counts["step"]) <= allowed
+        assert rank.counts["step"][LOOK_FOR_NAN] == 8, "once a step"
 
 
 @pytest.mark.parametrize("late", ["oldest", "newest"])
@@ -74,9 +74,9 @@ def test_two_gpus_compute_what_two_cpus_do(tmp_path: Path, data_root: Path, on_c
 def test_work_that_runs_as_late_as_it_may_changes_no_number(
     tmp_path: Path, data_root: Path, on_cpu: OnCpu, strategy: str, late: str
 ) -> None:
-    """Who reads before it has waited, or forgets that one stream has to wait for another, reads what was there before."""
-    _, found = trained(tmp_path, data_root, options={"STANDIN_LATE": late}, **changes_of(strategy))
-    assert differing(found, on_cpu(**changes_of(strategy))) == []
+    """Code that reads before it waits, or lets a stream not wait for another, reads old numbers."""
+    _, actual = trained(tmp_path, data_root, options={"STANDIN_LATE": late}, **changes_of(strategy))
+    assert differing(actual, on_cpu(**changes_of(strategy))) == []
 
 
 def test_the_functions_of_a_step_are_where_the_rehearsal_looks_for_them() -> None:
@@ -87,9 +87,9 @@ def test_the_functions_of_a_step_are_where_the_rehearsal_looks_for_them() -> Non
 
 
 def test_without_the_look_for_nan_no_step_waits(tmp_path: Path, data_root: Path, on_cpu: OnCpu) -> None:
-    gang, found = trained(tmp_path, data_root, nonfinite="ignore")
-    assert differing(found, on_cpu()) == []
-    assert [set(rank.found["step"]) - READING for rank in gang.ranks] == [{RESIDENT}] * 2
+    gang, actual = trained(tmp_path, data_root, nonfinite="ignore")
+    assert differing(actual, on_cpu()) == []
+    assert [set(rank.counts["step"]) - READING for rank in gang.ranks] == [{RESIDENT}] * 2
 
 
 def test_powersgd_on_the_cpu_while_gpus_are_visible_is_refused_before_anything_is_trained(

@@ -15,15 +15,15 @@ from tests.processes import ROOT
 
 @pytest.fixture
 def backend(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The local one, in `tmp_path`. A job's command is the rank itself, or with the parameter `launched` a launcher's."""
+    """The local backend in `tmp_path`. A job's command is the rank itself. With the parameter `launched`, a launcher starts it."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("LOCKSTEP_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "home/local").mkdir(mode=0o700, parents=True)
-    found = product.local(tmp_path / "home/local", bare=getattr(request, "param", "itself") == "itself")
-    yield found
-    for row in found.list():
-        found.cancel(row.name)
+    local = product.local(tmp_path / "home/local", bare=getattr(request, "param", "itself") == "itself")
+    yield local
+    for row in local.list():
+        local.cancel(row.name)
 
 
 launched = pytest.mark.parametrize("backend", ["launched"], indirect=True)

@@ -1,4 +1,4 @@
-"""`code:` of a job: the spec that names it, the copy that runs whatever is edited meanwhile, and the launcher's part."""
+"""`code:` of a job: its hash in the spec, the copy that later edits do not change, and the launcher's unpacking."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ print(helper.WORD, os.environ["LOCKSTEP_CODE"], flush=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("LOCKSTEP_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    found = tmp_path / "own"
-    found.mkdir()
-    (found / "train.py").write_text(TRAIN)
-    (found / "helper.py").write_text("WORD = 'submitted'\n")
-    (found / "job.yaml").write_text(yaml.safe_dump(JOB))
-    (found / ".lockstepignore").write_text("job.yaml\n")
-    monkeypatch.chdir(found)
-    return found
+    code_folder = tmp_path / "own"
+    code_folder.mkdir()
+    (code_folder / "train.py").write_text(TRAIN)
+    (code_folder / "helper.py").write_text("WORD = 'submitted'\n")
+    (code_folder / "job.yaml").write_text(yaml.safe_dump(JOB))
+    (code_folder / ".lockstepignore").write_text("job.yaml\n")
+    monkeypatch.chdir(code_folder)
+    return code_folder
 
 
 def spec(folder: Path, **more: Any) -> JobSpec:
@@ -57,16 +57,16 @@ def code(job: JobSpec) -> str:
 def test_one_byte_changes_the_specs_hash_and_its_place_does_not(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, elsewhere = pinned(spec(folder)), tmp_path / "elsewhere"
+    original, elsewhere = pinned(spec(folder)), tmp_path / "elsewhere"
     shutil.copytree(folder, elsewhere)
-    same = pinned(spec(folder, code={"path": str(elsewhere)}))
-    assert same.hash() == one.hash() and same.record() == one.record()
-    assert str(tmp_path) not in json.dumps(one.record()), "where it lay is nobody's business"
+    copy = pinned(spec(folder, code={"path": str(elsewhere)}))
+    assert copy.hash() == original.hash() and copy.record() == original.record()
+    assert str(tmp_path) not in json.dumps(original.record()), "the record names no folder of the submitter"
     monkeypatch.chdir(tmp_path)
-    assert pinned(JobSpec.load("own/job.yaml")).hash() == one.hash(), "the folder is seen from the job file"
+    assert pinned(JobSpec.load("own/job.yaml")).hash() == original.hash(), "the folder is seen from the job file"
     (folder / "helper.py").write_text("WORD = 'submittee'\n")
-    assert pinned(spec(folder)).hash() != one.hash()
-    assert JobSpec.recorded("own", json.loads(json.dumps(one.record()))) == one
+    assert pinned(spec(folder)).hash() != original.hash()
+    assert JobSpec.recorded("own", json.loads(json.dumps(original.record()))) == original
 
 
 def test_a_script_that_does_not_travel_is_refused(folder: Path) -> None:
@@ -111,8 +111,8 @@ def test_the_copy_is_made_once_and_one_that_was_changed_is_put_aside(
 ) -> None:
     identity = code(product.kept(spec(folder))[0])
     copy = product.copy_of_code(identity)
-    born = (copy / "helper.py").stat().st_ino
-    assert (product.copy_of_code(identity) / "helper.py").stat().st_ino == born
+    inode = (copy / "helper.py").stat().st_ino
+    assert (product.copy_of_code(identity) / "helper.py").stat().st_ino == inode
     assert oct(copy.parent.stat().st_mode)[-3:] == "700" and not (copy / "helper.py").stat().st_mode & 0o222
     (copy / "helper.py").chmod(0o600)
     (copy / "helper.py").write_text("WORD = 'changed'\n")
@@ -124,15 +124,15 @@ def test_the_copy_is_made_once_and_one_that_was_changed_is_put_aside(
 def test_an_identity_alone_runs_what_is_kept(folder: Path, tmp_path: Path) -> None:
     (job,) = product.kept(spec(folder))
     (folder / "helper.py").write_text("WORD = 'later'\n")
-    named = JobSpec.of({**JOB, "code": {"hash": code(job)}})
-    assert product.kept(named) == [job] and pinned(named) == job
+    hash_spec = JobSpec.of({**JOB, "code": {"hash": code(job)}})
+    assert product.kept(hash_spec) == [job] and pinned(hash_spec) == job
     with pytest.raises(UserError, match="the code 000000000000 is not stored"):
         product.kept(JobSpec.of({**JOB, "code": {"hash": "0" * 64}}))
     (tmp_path / f"home/code/{code(job)}.tar.gz").write_bytes(b"damaged")
     with pytest.raises(UserError, match="the code's archive"):
-        product.kept(named)
+        product.kept(hash_spec)
     (folder / "helper.py").write_text("WORD = 'submitted'\n")
-    assert product.kept(spec(folder)) == [job] == product.kept(named), "a submission from the folder writes it anew"
+    assert product.kept(spec(folder)) == [job] == product.kept(hash_spec), "a submission from the folder writes it anew"
 
 
 def test_copies_that_no_job_names_go_after_a_week(folder: Path, tmp_path: Path) -> None:
@@ -161,13 +161,13 @@ def test_copies_that_no_job_names_go_after_a_week(folder: Path, tmp_path: Path) 
 def test_the_job_runs_what_was_submitted_whatever_is_edited_meanwhile(
     folder: Path, tmp_path: Path, backend: Any
 ) -> None:
-    begun, go = tmp_path / "started", tmp_path / "go"
-    job = spec(folder, env={"STARTED": str(begun), "GO": str(go)})
+    started_file, go = tmp_path / "started", tmp_path / "go"
+    job = spec(folder, env={"STARTED": str(started_file), "GO": str(go)})
     assert backend.submit(job).created
-    poll(lambda: all(Path(f"{begun}{rank}").exists() for rank in (0, 1)), BOUND, "both ranks")
+    poll(lambda: all(Path(f"{started_file}{rank}").exists() for rank in (0, 1)), BOUND, "both ranks")
     (folder / "helper.py").write_text("WORD = 'edited'\n")
-    changed = backend.drift(job)
-    assert len(changed) == 1 and changed[0].startswith("code: ")
+    differences = backend.drift(job)
+    assert len(differences) == 1 and differences[0].startswith("code: ")
     with pytest.raises(UserError, match="own exists with another spec .*code: "):
         backend.submit(job)
     go.touch()
@@ -188,8 +188,8 @@ def test_a_recipe_trains_a_model_that_travels(folder: Path, tmp_path: Path, back
                  "data.options": {"n": 64, "n_test": 16, "size": 8}, "augment.crop": 1}  # fmt: skip
     backend.submit(spec(folder, command=None, recipe="smoke", overrides=overrides, ranks_per_node=1))
     assert backend.wait("own", BOUND).state == "succeeded", "\n".join(backend.logs("own"))
-    found = yaml.safe_load((tmp_path / "runs/jobs/own/run.yaml").read_text())
-    assert found["environment"]["LOCKSTEP_CODE"] == backend.require("own").plain["code"]["hash"]
+    config = yaml.safe_load((tmp_path / "runs/jobs/own/run.yaml").read_text())
+    assert config["environment"]["LOCKSTEP_CODE"] == backend.require("own").plain["code"]["hash"]
     assert (tmp_path / "data").is_dir(), "data are where they would be without code"
 
 
@@ -209,16 +209,16 @@ def launch(*words: str, cwd: Path, **env: str) -> Result:
 
 
 def test_the_launcher_unpacks_pieces_below_its_temporary_folder(folder: Path, tmp_path: Path) -> None:
-    identity, packed = product.code_of(folder)
+    identity, archive = product.code_of(folder)
     parts, tmp = tmp_path / "parts", tmp_path / "tmp"
     parts.mkdir()
     tmp.mkdir()
-    for index in range(0, len(packed), 100):
-        (parts / f"part-{index // 100:03}").write_bytes(packed[index : index + 100])
+    for index in range(0, len(archive), 100):
+        (parts / f"part-{index // 100:03}").write_bytes(archive[index : index + 100])
     assert len(list(parts.iterdir())) > 2
     env = {"TMPDIR": str(tmp), "STARTED": str(tmp_path / "started"), "GO": str(folder)}
     words = ("--code", identity, "--code-parts", str(parts), "--", PYTHON, "train.py")
-    for _ in range(2):  # a node that starts again finds it there
+    for _ in range(2):  # a node that restarts uses the unpacked copy
         done = launch(*words, cwd=tmp_path, **env)
         assert done.code == 0 and f"submitted {identity}" in done.output, done
     (copy,) = tmp.glob("lockstep-code-*")

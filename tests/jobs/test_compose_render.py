@@ -1,4 +1,4 @@
-"""Compose files: golden ones, purity, every lint rule provoked, what Docker's own parser says, and doctor."""
+"""Compose files: golden files, purity, every lint rule, Docker's parser, and doctor."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def errors(spec: JobSpec) -> set[str]:
 
 @pytest.mark.parametrize("name", SPECS)
 def test_golden(name: str) -> None:
-    """GOLDEN=1 writes them anew; then read the difference."""
+    """GOLDEN=1 rewrites the files; then read the diff."""
     spec, path = JobSpec.of(SPECS[name]), GOLDEN / f"{name}.yaml"
     text = product.manifest(composed(spec))
     if os.environ.get("GOLDEN"):
@@ -65,7 +65,7 @@ def test_the_rendered_file_means_the_same_as_the_job() -> None:
     assert own["command"][-1] == "$$5" and own["healthcheck"] == {"disable": True}
     names = list(composed(spec_of(nodes=12))["services"])
     assert names == sorted(names) and names[0] == "node-00" and len(names) == 12, "the rendezvous sorts them as text"
-    # A tmpfs of Docker's is noexec unless an option says otherwise: compiled code cannot be loaded from it.
+    # Docker mounts a tmpfs with noexec unless an option overrides it: compiled code cannot be loaded from it.
     nodes = composed(spec_of())["services"].values()
     assert all("exec" in node["tmpfs"][0].partition(":")[2].split(",") for node in nodes)
 
@@ -88,8 +88,8 @@ def test_prepare_writes_to_the_volume_and_is_no_node() -> None:
     assert project["name"].endswith("_prepare"), "no job's project is named so"
     assert service["entrypoint"] == ["python", "-m", "lockstep.training", "shard"] and "deploy" not in service
     assert not any(mount.get("read_only") for mount in service["volumes"]) and "lockstep/job" not in service["labels"]
-    for spec, told in ((spec_of(), "has no shards"), (spec_of(shards="/elsewhere"), "is not on a volume")):
-        with pytest.raises(UserError, match=told):
+    for spec, message in ((spec_of(), "has no shards"), (spec_of(shards="/elsewhere"), "is not on a volume")):
+        with pytest.raises(UserError, match=message):
             composed(spec, prepare=True)
 
 
@@ -98,20 +98,20 @@ PATCHES: list[dict[str, Any]] = [
     {"services": {"node-0": {"hostname": "other"}}}, {"networks": {"default": None}},
     {"volumes": [1]},
 ]  # fmt: skip
-"""What would hide a job or its nodes."""
+"""Patches that would hide a job or its nodes."""
 PROVOKED: list[tuple[str, dict[str, Any]]] = [
-    *(("LC004", {"compose": {"patch": patch}}) for patch in PATCHES),
-    ("LC016", {"compose": {"patch": {"services": {"my.own": {"image": "a:1", "privileged": True}}}}}),
-    ("LC016", {"compose": {"patch": {"services": {"node-0": {"read_only": False}}}}}),
+    *(("LJ011", {"compose": {"patch": patch}}) for patch in PATCHES),
+    ("LJ012", {"compose": {"patch": {"services": {"my.own": {"image": "a:1", "privileged": True}}}}}),
+    ("LJ012", {"compose": {"patch": {"services": {"node-0": {"read_only": False}}}}}),
     ("LJ005", {"image": None}), ("LJ006", {"env": {"WANDB_API_KEY": "hunter2"}}),
     ("LJ007", {"run_dir": "runs/x"}), ("LJ007", {"volumes": [{"claim": "runs", "path": "/runs", "read_only": True}]}),
     ("LJ008", {"shards": "/data"}), ("LC011", {"volumes": [{"claim": "scratch", "path": "/scratch"}]}),
-    ("LC012", {"image": "lockstep:latest"}), ("LJ009", {"live": True, "nodes": 1}),
+    ("LJ009", {"live": True, "nodes": 1}),
 ]  # fmt: skip
 
 
 def test_folders_of_the_host_and_gpus_can_be_chosen_and_are_shown() -> None:
-    """A user's Compose file for torch can be translated."""
+    """A user can translate an existing Compose file for torch."""
     node = {"volumes": ["/imagenet:/data:ro", "cache:/cache", {"type": "bind", "source": "/w", "target": "/work"}],
             "deploy": {"resources": {"reservations": {"devices": [{"driver": "nvidia", "device_ids": ["2", "3"]}]}}},
             "network_mode": "host"}  # fmt: skip
@@ -126,16 +126,16 @@ def test_folders_of_the_host_and_gpus_can_be_chosen_and_are_shown() -> None:
     (device,) = rendered["deploy"]["resources"]["reservations"]["devices"]
     assert device == {"driver": "nvidia", "device_ids": ["2", "3"], "capabilities": ["gpu"]}
     assert "networks" not in rendered and not errors(spec)
-    shown = " ".join(item.message for item in lint_of_compose(spec) if item.level == "note")
-    assert "/imagenet" in shown and '"host"' in shown and '"2"' in shown, shown
+    notes = " ".join(item.message for item in lint_of_compose(spec) if item.level == "note")
+    assert "/imagenet" in notes and '"host"' in notes and '"2"' in notes, notes
 
 
 @pytest.mark.promise("compose")
 @pytest.mark.parametrize(("id", "changes"), PROVOKED)
 def test_every_rule_is_provoked(id: str, changes: dict[str, Any]) -> None:
-    found = lint_of_compose(spec_of(**changes))
-    assert id in {item.id for item in found}, found
-    assert all(item.message and "\n" not in item.message for item in found)
+    findings = lint_of_compose(spec_of(**changes))
+    assert id in {item.id for item in findings}, findings
+    assert all(item.message and "\n" not in item.message for item in findings)
 
 
 def test_a_good_job_provokes_none_and_every_rule_is_tried(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_lint_survives_any_patch(patch: dict[str, Any]) -> None:
 
 
 def program(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Puts a shell script into the place of `docker`."""
+    """Replaces `docker` on PATH with a shell script."""
     (folder / "docker").write_text(f"#!/bin/sh\n{text}\n")
     (folder / "docker").chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
@@ -163,22 +163,24 @@ def program(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_engine_or_a_client_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     where = f"unix://{tmp_path}/none.sock"
     monkeypatch.setenv("DOCKER_HOST", where)
-    says = f"echo 'Cannot connect to the Docker daemon at {where}. Is the docker daemon running?' >&2; exit 1"
-    program(tmp_path, says, monkeypatch)
-    told = lockstep(tmp_path, "list", "compose")
-    assert (told.returncode, told.stderr.count("\n")) == (69, 1) and where in told.stderr, told
-    found = json.loads(lockstep(tmp_path, "doctor", "compose", "--json").stdout)
-    assert [check["result"] for check in found] == ["missing"]
+    script = f"echo 'Cannot connect to the Docker daemon at {where}. Is the docker daemon running?' >&2; exit 1"
+    program(tmp_path, script, monkeypatch)
+    process = lockstep(tmp_path, "list", "compose")
+    assert (process.returncode, process.stderr.count("\n")) == (69, 1) and where in process.stderr, process
+    checks = json.loads(lockstep(tmp_path, "doctor", "compose", "--json").stdout)
+    assert [check["result"] for check in checks] == ["missing"]
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
-    told = lockstep(tmp_path, "list", "compose")
-    assert (told.returncode, told.stderr.count("\n")) == (2, 1) and "docker is not installed" in told.stderr, told
+    process = lockstep(tmp_path, "list", "compose")
+    assert (process.returncode, process.stderr.count("\n")) == (2, 1) and "docker is not installed" in process.stderr, (
+        process
+    )
 
 
-@pytest.mark.parametrize("said", ["unexpected EOF", "Error response from daemon: context deadline exceeded"])
+@pytest.mark.parametrize("message", ["unexpected EOF", "Error response from daemon: context deadline exceeded"])
 def test_an_engine_that_gives_no_answer_says_nothing_about_a_job(
-    said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    program(tmp_path, f"echo '{said}' >&2; exit 1", monkeypatch)
+    program(tmp_path, f"echo '{message}' >&2; exit 1", monkeypatch)
     for words in (("status", "compose", "mine"), ("cancel", "compose", "mine"), ("list", "compose")):
         done = lockstep(tmp_path, *words)
         assert done.returncode == 69 and "no container engine answers" in done.stderr, (words, done)
@@ -187,29 +189,29 @@ def test_an_engine_that_gives_no_answer_says_nothing_about_a_job(
 @pytest.mark.containers
 @pytest.mark.parametrize("name", [*SPECS, "docker/monitoring.yaml"])
 def test_docker_reads_it(engine: str, name: str, tmp_path: Path) -> None:
-    """Compose's own parser and schema take the file, and what it understood is what was meant."""
+    """Compose's parser and schema accept the file and read the values that the spec has."""
     file = ROOT / name if name.endswith(".yaml") else GOLDEN / f"{name}.yaml"
     words = ["docker", "compose", "-f", str(file), "--profile", "*", "config", "--format", "json"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, env={**os.environ, "WANDB_API_KEY": "w"})
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    config = json.loads(done.stdout)
     if name in SPECS:
-        spec, node = JobSpec.of(SPECS[name]), found["services"]["node-0"]
+        spec, node = JobSpec.of(SPECS[name]), config["services"]["node-0"]
         assert node["mem_limit"] == str(composed(spec)["services"]["node-0"]["mem_limit"])
         assert json.loads(node["labels"]["lockstep/spec"].replace("$$", "$")) == spec.record()
     else:
-        assert all(service["read_only"] and service["cap_drop"] == ["ALL"] for service in found["services"].values())
+        assert all(service["read_only"] and service["cap_drop"] == ["ALL"] for service in config["services"].values())
 
 
 @pytest.mark.containers
 def test_doctor(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = spec_of(image="lockstep-test:nowhere", memory="900Gi", cpus=512, gpus=8, secrets={"TOKEN_OF_TEST": {"secret": "a", "key": "b"}},
                    volumes=[{"claim": "lockstep-test-none", "path": "/runs"}])  # fmt: skip
-    found = {item.name: item for item in product.backend("compose").doctor(spec)}
-    assert found["engine"].result == found["compose"].result == found["limits"].result == "ok"
+    checks = {item.name: item for item in product.backend("compose").doctor(spec)}
+    assert checks["engine"].result == checks["compose"].result == checks["limits"].result == "ok"
     for name in ("memory", "cpus", "secret"):
-        assert found[name].result == "missing", found[name]
-    assert found["image"].result == "warning"
+        assert checks[name].result == "missing", checks[name]
+    assert checks["image"].result == "warning"
     monkeypatch.setenv("TOKEN_OF_TEST", "x")
-    found = {item.name: item for item in product.backend("compose").doctor(spec_of(memory="1Mi", cpus=1))}
-    assert found["memory"].result == "ok"
+    checks = {item.name: item for item in product.backend("compose").doctor(spec_of(memory="1Mi", cpus=1))}
+    assert checks["memory"].result == "ok"

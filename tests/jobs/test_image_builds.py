@@ -1,4 +1,4 @@
-"""What the images install, and which one a submission takes: no engine is needed to read that."""
+"""What the images install, and which image a submission takes. No engine is needed."""
 
 from __future__ import annotations
 
@@ -26,37 +26,39 @@ pytestmark = pytest.mark.promise("images")
 
 
 def test_a_submission_takes_the_image_that_was_pushed_of_this_revision(tmp_path: Path) -> None:
-    """With GPUs the CUDA one. A copy has no revision; that a push notes its digest is shown where an engine is."""
+    """A job with GPUs takes the CUDA image. A copy of the checkout has the revision `unknown`."""
     here = copy_to(tmp_path / "lockstep")
     (here / "build").mkdir(exist_ok=True)
     env = environment(here, tmp_path / "home", KUBECONFIG=str(tmp_path / "none"))
-    one, other = (f"localhost:5000/a@sha256:{digit * 64}" for digit in "12")
+    cuda_image, cpu_image = (f"localhost:5000/a@sha256:{digit * 64}" for digit in "12")
 
-    def submitted(notes: object, *words: str) -> str:
+    def submit_output(notes: object, *words: str) -> str:
         (here / "build/images.json").write_text(json.dumps(notes))
         done = run(["make", "--silent", "submit-k8s", *words], env, cwd=here)
         assert done.code == 2 and "Traceback" not in done.output + done.error, done
         return done.output + done.error
 
-    for notes in ([], {}, {"other": {"cuda": one}}, {"unknown": {"cpu": other}}, {"unknown": {"cuda": 7}}):
-        said = submitted(notes, "GPUS=4")
-        assert "error: no CUDA image of this revision (unknown) was pushed: make image push " in said, said
-    assert "no CUDA image" in submitted({"unknown": {"cpu": other}}, "SET=gpus=4"), "it took the CPU image"
-    notes = {"unknown": {"cuda": one, "cpu": other}}
-    # The cluster is the next thing that is missing.
-    assert "kubeconfig" in submitted(notes, "GPUS=4").lower() and "kubeconfig" in submitted(notes).lower()
+    for notes in ([], {}, {"other": {"cuda": cuda_image}}, {"unknown": {"cpu": cpu_image}}, {"unknown": {"cuda": 7}}):
+        output = submit_output(notes, "GPUS=4")
+        assert "error: no CUDA image of this revision (unknown) was pushed: make image push " in output, output
+    assert "no CUDA image" in submit_output({"unknown": {"cpu": cpu_image}}, "SET=gpus=4"), "it took the CPU image"
+    notes = {"unknown": {"cuda": cuda_image, "cpu": cpu_image}}
+    # The next error is the missing cluster.
+    assert "kubeconfig" in submit_output(notes, "GPUS=4").lower() and "kubeconfig" in submit_output(notes).lower()
     (here / "own.yaml").write_text("name: own\nrecipe: smoke\nimage: localhost:5000/own:1\n")
-    assert "kubeconfig" in submitted({}, "JOB=own.yaml", "GPUS=1").lower(), "a file that names an image is left alone"
+    assert "kubeconfig" in submit_output({}, "JOB=own.yaml", "GPUS=1").lower(), (
+        "a file that names an image is left alone"
+    )
     (here / "build/images.json").write_text(json.dumps(notes))
-    found = [
+    flags = [
         run([sys.executable, "docker/pushed.py", "find", "unknown", "job.yaml", *gpus], env, cwd=here).output.strip()
         for gpus in ([], ["gpus=4"])
     ]
-    assert found == [f"--image {other}", f"--image {one}"]
+    assert flags == [f"--image {cpu_image}", f"--image {cuda_image}"]
     command = "make --no-print-directory --dry-run submit-slurm NODES=2 GPUS=4 PROFILE=gpu-cluster SWEEP=lr=0.1,0.2"
-    typed = run(shlex.split(command), env, cwd=here).output.split()
-    given = "slurm job.yaml --nodes 2 --gpus 4 --profile gpu-cluster --sweep lr=0.1,0.2"
-    assert typed[typed.index("submit") + 1 :] == given.split()
+    command_words = run(shlex.split(command), env, cwd=here).output.split()
+    arguments = "slurm job.yaml --nodes 2 --gpus 4 --profile gpu-cluster --sweep lr=0.1,0.2"
+    assert command_words[command_words.index("submit") + 1 :] == arguments.split()
 
 
 ENGINE = """#!/bin/sh
@@ -69,24 +71,24 @@ esac
 
 
 def test_a_push_to_docker_hub_and_what_an_engine_tells_of_it(tmp_path: Path) -> None:
-    """An engine lists `docker.io/me/lockstep` as `me/lockstep`."""
+    """An engine lists `docker.io/me/lockstep` as `me/lockstep`. Its digest is recorded."""
     here = copy_to(tmp_path / "lockstep")
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/docker").write_text(ENGINE)
     (tmp_path / "bin/docker").chmod(0o755)
     env = environment(here, tmp_path / "home")
     env["PATH"] = f"{tmp_path}/bin:{env['PATH']}"
-    one, other = (f"me/lockstep@sha256:{digit * 64}" for digit in "12")
+    image, second_image = (f"me/lockstep@sha256:{digit * 64}" for digit in "12")
     words = [sys.executable, "-S", "docker/pushed.py", "push", "docker.io/me/lockstep", "abc"]  # -S: no package at all
-    for digests, code in (([one], 0), ([], 2), (None, 2), ([one, other], 2)):
+    for digests, code in (([image], 0), ([], 2), (None, 2), ([image, second_image], 2)):
         (tmp_path / "bin/digests").write_text(json.dumps(digests))
         done = run(words, env, cwd=here)
         assert done.code == code and "Traceback" not in done.output and ("digests" in done.output) == bool(code), done
-    assert json.loads((here / "build/images.json").read_text()) == {"abc": {"cpu": one}}
+    assert json.loads((here / "build/images.json").read_text()) == {"abc": {"cpu": image}}
 
 
 def test_a_password_in_an_argument_is_refused(tmp_path: Path) -> None:
-    """PATH has no program at all: the script ends where it would install."""
+    """PATH has no programs, so an accepted argument ends at the installation with 127."""
 
     def install(name: str, value: str) -> tuple[int, str]:
         env = {"PATH": str(tmp_path), name: value}
@@ -98,10 +100,10 @@ def test_a_password_in_an_argument_is_refused(tmp_path: Path) -> None:
         ("PIP_INDEX_URL", "https://me:secret@mirror.example/simple"),
         ("PIP_EXTRA_INDEX_URL", "https://mirror.example/a https://secret@mirror.example/b"),
     ):
-        code, told = install(name, value)
-        assert code == 2 and name in told and "secret" not in told, told
-    code, told = install("PIP_INDEX_URL", "https://mirror.example/~me@team/simple")
-    assert code == 127 and "password" not in told, "an @ in the path is none"
+        code, error = install(name, value)
+        assert code == 2 and name in error and "secret" not in error, error
+    code, error = install("PIP_INDEX_URL", "https://mirror.example/~me@team/simple")
+    assert code == 127 and "password" not in error, "an @ in the path is none"
 
 
 def lines(*files: str) -> set[str]:
@@ -111,22 +113,22 @@ def lines(*files: str) -> set[str]:
 
 @pytest.mark.parametrize(("variant", "excluded"), [("cuda", []), ("cpu", ["excluded-cpu.txt"])])
 def test_the_lock_is_the_projects_with_a_hash_for_every_file(variant: str, excluded: list[str]) -> None:
-    found = {}
+    versions = {}
     for block in re.split(r"\n(?=[a-z0-9])", (ROOT / f"docker/requirements-{variant}.txt").read_text()):
         if match := re.match(r"([a-z0-9.-]+)==(\S+)", block):
-            found[match[1]] = Version(match[2])
+            versions[match[1]] = Version(match[2])
             assert re.search(r"--hash=sha256:[0-9a-f]{64}\b", block), block
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    left_out, extras = lines(*excluded), project["optional-dependencies"]
-    ours = [extras[name] for name in ("train", "slurm", "cloud")]
-    needed = [Requirement(text) for text in sum(ours, project["dependencies"])]
-    for wanted in needed:  # submitit runs in the container, too
-        assert (wanted.name in found) != (wanted.name in left_out), f"{wanted.name}: make lock"
-        assert wanted.name in left_out or wanted.specifier.contains(found[wanted.name], prereleases=True), (
-            f"{wanted.name}: make lock"
-        )
-    assert left_out <= {wanted.name for wanted in needed}, "an exclusion that excludes nothing"
-    assert any(name.startswith("nvidia-") for name in found) == (variant == "cuda")
+    exclusions, extras = lines(*excluded), project["optional-dependencies"]
+    extra_requirements = [extras[name] for name in ("train", "slurm", "cloud")]
+    requirements = [Requirement(text) for text in sum(extra_requirements, project["dependencies"])]
+    for requirement in requirements:  # submitit runs in the container, too
+        assert (requirement.name in versions) != (requirement.name in exclusions), f"{requirement.name}: make lock"
+        assert requirement.name in exclusions or requirement.specifier.contains(
+            versions[requirement.name], prereleases=True
+        ), f"{requirement.name}: make lock"
+    assert exclusions <= {requirement.name for requirement in requirements}, "an exclusion that excludes nothing"
+    assert any(name.startswith("nvidia-") for name in versions) == (variant == "cuda")
 
 
 FAKE = """#!{python}
@@ -145,7 +147,7 @@ elif words.startswith("inspect"):
 
 @pytest.mark.parametrize(("state", "words"), [("running", ["--timeout", "0.1"]), ("exited", [])])
 def test_smoke_says_what_it_waits_for_and_how_long(state: str, words: list[str], tmp_path: Path) -> None:
-    """By default `make smoke` waits as long as 150 starts of a container take, twice that where four ranks share two cores."""
+    """By default `make smoke` waits for the time of 150 container starts, or of 300 if four ranks share two cores."""
     docker = tmp_path / "docker"
     docker.write_text(FAKE.format(python=sys.executable, state=state))
     docker.chmod(0o755)

@@ -1,4 +1,4 @@
-"""What every backend must do alike, run over all of them with real processes. SLURM joins the list."""
+"""The contract of every backend, tested with real processes. tests/slurm runs it, too."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ class Bench:
     image: str = "localhost:5000/local:1"
     claim: str = "runs"
     names: set[str] = field(default_factory=set)
-    """Those of its jobs: others may be on the same engine."""
+    """Names of this test's jobs: the same engine may have other jobs."""
 
     def spec(self, name: str, program: str, **more: Any) -> JobSpec:
         self.names.add(name)
         values = {
             "name": name, "command": ["python", "-c", program], "image": self.image, "nodes": 1, "ranks_per_node": 2,
             "max_restarts": 0, "run_dir": str(self.folder / name), "grace_seconds": 5,
-            "k8s": {"kind": "PyTorchJob"}, **more,  # what `auto` stands for is the cluster's: tests/kubernetes
+            "k8s": {"kind": "PyTorchJob"}, **more,  # tests/kubernetes tests `auto`, which the cluster decides
         }  # fmt: skip
         return JobSpec.of({**values, "volumes": [{"claim": self.claim, "path": str(self.folder)}]})
 
@@ -57,7 +57,7 @@ class Bench:
 
 @contextlib.contextmanager
 def composed(image: str, folder: Path) -> Iterator[Bench]:
-    """The Compose backend on the real engine; the volume is `folder`, so that tests see what the containers write."""
+    """Yields the Compose backend on the real engine. The volume is `folder`, so tests can read the containers' files."""
     claim = f"lockstep-test-{uuid.uuid4().hex[:8]}"
     folder.mkdir()
     folder.chmod(0o777)  # the container's user is unknown here
@@ -82,11 +82,11 @@ def bench(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("LOCKSTEP_HOME", str(tmp_path / "home"))
     if request.param == "local":
-        with here(product.backend("local")(tmp_path / "jobs"), tmp_path) as found:  # type: ignore[call-arg]
-            yield found
+        with here(product.backend("local")(tmp_path / "jobs"), tmp_path) as bench:  # type: ignore[call-arg]
+            yield bench
     elif request.param == "compose":
-        with composed(request.getfixturevalue("cpu_image"), tmp_path / "volume") as found:
-            yield found
+        with composed(request.getfixturevalue("cpu_image"), tmp_path / "volume") as bench:
+            yield bench
     else:
         with ApiServer() as server:
             monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig(tmp_path / "kubeconfig")))
@@ -98,18 +98,18 @@ def bench(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_what_would_be_refused_sends_nothing(bench: Bench) -> None:
-    """A dry run says what a submission would meet. Of a sweep one run is enough."""
+    """A dry run reports what a submission would do. One refused run refuses its sweep."""
     backend, spec = bench.backend, bench.spec("dry-1", LONG)
 
-    def met(spec: JobSpec) -> dict[str, tuple[str, str]]:
+    def checks(spec: JobSpec) -> dict[str, tuple[str, str]]:
         return {row.name: (row.result, row.detail) for row in backend.dry_run(spec)}
 
-    found = met(spec)
-    assert found["job"] == ("ok", "new") and found["start"][0] in ("ok", "cannot tell"), found
+    rows = checks(spec)
+    assert rows["job"] == ("ok", "new") and rows["start"][0] in ("ok", "cannot tell"), rows
     assert bench.listed() == []
     backend.submit(spec)
-    assert met(spec)["job"][0] == "note", "a submission would attach"
-    result, detail = met(spec.model_copy(update={"grace_seconds": 7}))["job"]
+    assert checks(spec)["job"][0] == "note", "a submission would attach"
+    result, detail = checks(spec.model_copy(update={"grace_seconds": 7}))["job"]
     assert result == "missing" and "another spec (grace_seconds: 5 → 7)" in detail
     with pytest.raises(UserError, match="dry-1 exists with another spec"):
         backend.sweep("dry", [bench.spec("dry-0", LONG), spec.model_copy(update={"grace_seconds": 7})])
@@ -124,13 +124,13 @@ def test_a_job_from_submit_to_summary(bench: Bench) -> None:
     assert not backend.submit(spec).created, "the same spec attaches"
     with pytest.raises(UserError, match=r"another spec.*grace_seconds: 5 → 7"):
         backend.submit(spec.model_copy(update={"grace_seconds": 7}))
-    followed = list(backend.logs("hello", rank=1, follow=True))
-    assert followed == ["hello from 1"], "following waits for the start and ends with the job"
-    told: list[Status] = []
-    found = backend.wait("hello", BOUND, told.append)
-    assert (found.state, found.final, found.code) == ("succeeded", True, 0), found
-    assert [status.final for status in told] == [*(False for _ in told[1:]), True] and told[-1] == found
-    assert sorted(rank for part in found.ranks for rank in part.ranks) == [0, 1]
+    lines = list(backend.logs("hello", rank=1, follow=True))
+    assert lines == ["hello from 1"], "following waits for the start and ends with the job"
+    statuses: list[Status] = []
+    last = backend.wait("hello", BOUND, statuses.append)
+    assert (last.state, last.final, last.code) == ("succeeded", True, 0), last
+    assert [status.final for status in statuses] == [*(False for _ in statuses[1:]), True] and statuses[-1] == last
+    assert sorted(rank for part in last.ranks for rank in part.ranks) == [0, 1]
     assert sorted(backend.logs("hello")) == ["[rank 0] hello from 0", "[rank 1] hello from 1"]
     assert [(row.name, row.state) for row in bench.listed()] == [("hello", "succeeded")]
     assert backend.require("hello").plain == spec.record(), "what is kept is whole"
@@ -140,17 +140,17 @@ def test_a_job_from_submit_to_summary(bench: Bench) -> None:
         backend.submit(spec)
     assert backend.submit(spec, "replace").created
     assert backend.wait("hello", BOUND).state == "succeeded"
-    asked: tuple[Callable[[str], object], ...] = (
+    queries: tuple[Callable[[str], object], ...] = (
         backend.status, backend.logs, backend.cancel, backend.require, backend.summary, lambda name: backend.wait(name, 1),
     )  # fmt: skip
-    for ask in asked:
-        for name, said in (("nothing", "there is no"), ("../../etc", "is not a job name")):
-            with pytest.raises(UserError, match=said):
-                ask(name)
+    for query in queries:
+        for name, message in (("nothing", "there is no"), ("../../etc", "is not a job name")):
+            with pytest.raises(UserError, match=message):
+                query(name)
 
 
-def at_once(backend: Any, specs: list[JobSpec]) -> list[Any]:
-    """What becomes of submissions that begin at the same moment, each as if no other one were there."""
+def submit_at_once(backend: Any, specs: list[JobSpec]) -> list[Any]:
+    """Submits all specs at the same moment and returns each result or error."""
     begin = threading.Barrier(len(specs))
 
     def submit(spec: JobSpec) -> Any:
@@ -165,17 +165,17 @@ def at_once(backend: Any, specs: list[JobSpec]) -> list[Any]:
 
 
 def test_submitting_at_once(bench: Bench) -> None:
-    """One of them makes the job. The others of the same spec find it, and those of another one are refused."""
+    """One submission makes the job. The others with the same spec attach to it, those with another spec are refused."""
     backend, spec = bench.backend, bench.spec("same", LONG, ranks_per_node=1)
-    done = at_once(backend, [spec] * 4)
+    done = submit_at_once(backend, [spec] * 4)
     assert not [item for item in done if isinstance(item, UserError)], done
     assert {(item.name, item.where) for item in done} == {("same", done[0].where)}, done
     assert [item.created for item in done].count(True) == 1, done
     specs = [bench.spec("other", LONG, ranks_per_node=1, grace_seconds=5 + number) for number in range(4)]
-    told = at_once(backend, specs)
-    (winner,) = (number for number, item in enumerate(told) if not isinstance(item, UserError))
-    assert (told[winner].name, told[winner].created) == ("other", True), told
-    assert all("another spec" in str(item) for item in told if isinstance(item, UserError)), told
+    outcomes = submit_at_once(backend, specs)
+    (winner,) = (number for number, item in enumerate(outcomes) if not isinstance(item, UserError))
+    assert (outcomes[winner].name, outcomes[winner].created) == ("other", True), outcomes
+    assert all("another spec" in str(item) for item in outcomes if isinstance(item, UserError)), outcomes
     assert backend.require("other").spec == specs[winner], "what is there is what was said to be submitted"
 
 
@@ -190,46 +190,46 @@ with world.script() as me:
 
 
 def test_the_ways_in_which_a_job_ends_are_distinguished(bench: Bench) -> None:
-    """Three side by side; the last is a script of one's own, in the environment that each backend gives a `command:`."""
+    """Three jobs end differently. The last one is a user's script in the environment that each backend gives a `command:`."""
     ends = {"usage": ("import sys; sys.exit(2)", "failed", 2), "crash": ("import sys; sys.exit(5)", "failed", 1),
             "joins": (JOINS, "succeeded", 0)}  # fmt: skip
     for name, (program, *_) in ends.items():
         bench.backend.submit(bench.spec(name, program))
     for name, (_, state, code) in ends.items():
-        found = bench.backend.wait(name, BOUND)
-        assert (found.state, found.code) == (state, code), (name, found, *bench.backend.logs(name))
-        assert (found.reason or not code) and "\n" not in found.reason
-    said = sorted(line for line in bench.backend.logs("joins") if "joined" in line)
-    assert said == [f"[rank {rank}] joined {rank} of 2 on 1 nodes: 3" for rank in (0, 1)]
+        status = bench.backend.wait(name, BOUND)
+        assert (status.state, status.code) == (state, code), (name, status, *bench.backend.logs(name))
+        assert (status.reason or not code) and "\n" not in status.reason
+    lines = sorted(line for line in bench.backend.logs("joins") if "joined" in line)
+    assert lines == [f"[rank {rank}] joined {rank} of 2 on 1 nodes: 3" for rank in (0, 1)]
 
 
 def test_waiting_is_bounded_and_cancel_ends_the_processes(bench: Bench) -> None:
     backend = bench.backend
-    # Process ids of another node mean nothing here; a lock ends with its process wherever that runs.
+    # Process ids of another node mean nothing here. A lock ends with its process on any node.
     locks = "import fcntl, os; file = open(PATH + os.environ['RANK'], 'w'); fcntl.flock(file, fcntl.LOCK_EX); "
     backend.submit(bench.spec("long", locks.replace("PATH", repr(f"{bench.folder}/lock-")) + LONG))
     began = time.monotonic()
     assert not backend.wait("long", 0.5).final
     assert time.monotonic() - began < BOUND
-    poll(lambda: _held(bench.folder) == 2, BOUND, "the ranks begin")
+    poll(lambda: _count_locks(bench.folder) == 2, BOUND, "the ranks begin")
     assert backend.cancel("long").state == "cancelled"
-    poll(lambda: _held(bench.folder) == 0, BOUND, "the ranks end")
+    poll(lambda: _count_locks(bench.folder) == 0, BOUND, "the ranks end")
 
 
-def _held(folder: Path) -> int:
-    """How many locks are held."""
-    held = 0
+def _count_locks(folder: Path) -> int:
+    """Returns the number of locks that ranks hold."""
+    count = 0
     for path in folder.glob("lock-*"):
         with path.open() as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                held += 1
-    return held
+                count += 1
+    return count
 
 
-def beside(bench: Bench, name: str, *command: str, rank: int = 0, stdin: bytes = b"") -> tuple[int, bytes, bytes]:
-    """Exit code, output and errors of a command that has no terminal."""
+def run_in_rank(bench: Bench, name: str, *command: str, rank: int = 0, stdin: bytes = b"") -> tuple[int, bytes, bytes]:
+    """Executes a command in a rank, without a terminal. Returns exit code, output and errors."""
     paths = [bench.folder / f"beside-{name}" for name in ("in", "out", "err")]
     paths[0].write_bytes(stdin)
     with paths[0].open("rb") as source, paths[1].open("wb") as out, paths[2].open("wb") as err:
@@ -243,20 +243,20 @@ def test_a_command_in_a_rank(bench: Bench) -> None:
     backend, spec = bench.backend, bench.spec("long", LONG)
     backend.submit(spec)
     poll(lambda: len([*backend.logs("long")]) == 2, BOUND, "both ranks")
-    told = "echo $RANK $LOCAL_RANK $WORLD_SIZE $LOCKSTEP_RUN_DIR ${LOCKSTEP_JOB-none}; echo oh >&2; exit 7"
+    script = "echo $RANK $LOCAL_RANK $WORLD_SIZE $LOCKSTEP_RUN_DIR ${LOCKSTEP_JOB-none}; echo oh >&2; exit 7"
     for rank in (0, 1):
-        code, out, err = beside(bench, "long", "sh", "-c", told, rank=rank)
+        code, out, err = run_in_rank(bench, "long", "sh", "-c", script, rank=rank)
         assert (code, out.decode()) == (7, f"{rank} {rank} 2 {spec.run_dir} none\n"), (out, err)
         assert "oh" in err.decode().splitlines(), "the two are kept apart (srun has a word of its own)"
     data = os.urandom(5 << 20)
-    code, out, err = beside(bench, "long", "cat", stdin=data)
+    code, out, err = run_in_rank(bench, "long", "cat", stdin=data)
     assert (code, out == data, err) == (0, True, b""), "to the end of its input, byte for byte"
-    code, out, err = beside(bench, "long", "sh", "-c", "kill -9 $$")
+    code, out, err = run_in_rank(bench, "long", "sh", "-c", "kill -9 $$")
     assert code == 128 + 9, (code, err)
-    code, out, err = beside(bench, "long", "no-such-program")
+    code, out, err = run_in_rank(bench, "long", "no-such-program")
     assert code == 127 and b"no-such-program" in err, (code, err)
-    for name, rank, said in (("long", 2, "has the ranks 0 … 1, got 2"), ("nothing", 0, "there is no")):
-        with pytest.raises(UserError, match=said):
+    for name, rank, message in (("long", 2, "has the ranks 0 … 1, got 2"), ("nothing", 0, "there is no")):
+        with pytest.raises(UserError, match=message):
             backend.execute(name, ["true"], rank)
     backend.cancel("long")
     with pytest.raises(UserError, match=r"does not run: cancelled|there is no"):
@@ -271,15 +271,15 @@ def test_the_last_lines(bench: Bench) -> None:
     backend = bench.backend
     backend.submit(bench.spec("counts", COUNTS))
     assert backend.wait("counts", BOUND).state == "succeeded"
-    own = [f"{number} of 1" for number in range(30)]
+    expected = [f"{number} of 1" for number in range(30)]
     for follow in (False, True):
         for count in (0, 3, 1000):
-            assert [*backend.logs("counts", 1, follow, count)] == own[30 - min(count, 30) :]
+            assert [*backend.logs("counts", 1, follow, count)] == expected[30 - min(count, 30) :]
         both = [*backend.logs("counts", None, follow, 8)]
         assert len({*both}) == len(both) >= 8, both  # eight of each log
         for rank in (0, 1):  # the last of each, in their order
-            found = [line for line in both if line.startswith(f"[rank {rank}] ")]
-            assert found == [f"[rank {rank}] {number} of {rank}" for number in range(30 - len(found), 30)], both
+            lines = [line for line in both if line.startswith(f"[rank {rank}] ")]
+            assert lines == [f"[rank {rank}] {number} of {rank}" for number in range(30 - len(lines), 30)], both
 
 
 # The local backend alone.
@@ -288,27 +288,27 @@ def test_the_last_lines(bench: Bench) -> None:
 @pytest.fixture
 def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    with here(product.local(tmp_path / "jobs"), tmp_path) as found:
-        yield found
+    with here(product.local(tmp_path / "jobs"), tmp_path) as bench:
+        yield bench
 
 
 def test_status_json_is_trusted_above_exit_codes(local: Bench) -> None:
     (local.folder / "said").mkdir()
-    said = {"code": 75, "reason": "SIGTERM on rank 1", "step": 3, "attempt": 4}
+    record = {"code": 75, "reason": "SIGTERM on rank 1", "step": 3, "attempt": 4}
     file = local.folder / "said/status.json"
     program = (
         f"import json, os, sys; job = os.environ['LOCKSTEP_JOB']; "
-        f"json.dump({said!r} | {{'job': job}}, open({str(file)!r}, 'w')); sys.exit(1)"
+        f"json.dump({record!r} | {{'job': job}}, open({str(file)!r}, 'w')); sys.exit(1)"
     )
     local.backend.submit(local.spec("said", program, ranks_per_node=1))
-    found = local.backend.wait("said", BOUND)
-    assert (found.state, found.code, found.reason) == ("preempted", 75, "SIGTERM on rank 1")
-    # What another job, an earlier submission, or a run without a job has left is not this job's.
+    status = local.backend.wait("said", BOUND)
+    assert (status.state, status.code, status.reason) == ("preempted", 75, "SIGTERM on rank 1")
+    # A status.json of another job, of an earlier submission, or of a run without a job does not count.
     local.backend.submit(local.spec("said", "import sys; sys.exit(3)", ranks_per_node=1), "replace")
     assert local.backend.wait("said", BOUND).state == "failed"
-    # And a job that has ended stays as it ended, whatever comes to lie there.
+    # The state of a job that has ended stays, whatever status.json appears later.
     identity = json.loads((local.folder / "jobs/said/job.json").read_text())["job"]
-    file.write_text(json.dumps({**said, "code": 0, "job": identity}))
+    file.write_text(json.dumps({**record, "code": 0, "job": identity}))
     assert (local.backend.status("said").state, local.backend.status("said").code) == ("failed", 1)
 
 
@@ -321,8 +321,8 @@ def test_processes_that_vanish_are_lost(local: Bench) -> None:
     )
     os.kill(json.loads((folder / "supervisor.json").read_text())["pid"], 9)
     kill_tree(json.loads((folder / "running.json").read_text())["pid"])
-    found = local.backend.wait("gone", BOUND)
-    assert (found.state, found.code) == ("lost", 4)
+    status = local.backend.wait("gone", BOUND)
+    assert (status.state, status.code) == ("lost", 4)
 
 
 def test_a_missing_secret_is_refused_and_takes_nothing_away(local: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

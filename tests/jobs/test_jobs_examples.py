@@ -26,26 +26,26 @@ def test_every_public_name_has_an_example_that_runs(
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(file))
     scope: dict[str, Any] = {"JobSpec": JobSpec, "submit": submit, "sweep": sweep}
 
-    def show(of: Any) -> None:
-        """Runs the examples of a docstring. What they name is there for the next one."""
-        test = doctest.DocTestParser().get_doctest(inspect.getdoc(of) or "", scope, of.__qualname__, None, 0)
-        assert test.examples, f"{of.__qualname__} has no example"
-        said: list[str] = []
-        failed, _ = doctest.DocTestRunner().run(test, out=said.append, clear_globs=False)
-        assert not failed, "".join(said)
+    def show(item: Any) -> None:
+        """Runs the examples of a docstring. Later docstrings see the names that they define."""
+        test = doctest.DocTestParser().get_doctest(inspect.getdoc(item) or "", scope, item.__qualname__, None, 0)
+        assert test.examples, f"{item.__qualname__} has no example"
+        output: list[str] = []
+        failed, _ = doctest.DocTestRunner().run(test, out=output.append, clear_globs=False)
+        assert not failed, "".join(output)
         scope.update(test.globs)
 
-    shown = (Job.status, Job.logs, Job.wait, Job.summary, Job.execute, Job.cancel)
+    methods = (Job.status, Job.logs, Job.wait, Job.summary, Job.execute, Job.cancel)
     assert {name for name in vars(Job) if not name.startswith("_")} == {
-        "name", "backend", *(of.__name__ for of in shown)
+        "name", "backend", *(item.__name__ for item in methods)
     }  # fmt: skip
     try:
-        for of in (JobSpec.load, submit, *shown[:4], sweep.parse, sweep.expand, sweep.submit, JobSpec.of):
-            show(of)
+        for item in (JobSpec.load, submit, *methods[:4], sweep.parse, sweep.expand, sweep.submit, JobSpec.of):
+            show(item)
         job = scope["job"] = submit(scope["spec"], "local")
         poll(lambda: job.status().state == "running" and job.execute(["true"], 1) == 0, 60, "rank 1")
-        for of in shown[4:]:
-            show(of)
+        for item in methods[4:]:
+            show(item)
     finally:
         for row in scope["job"].backend.list() if "job" in scope else ():
             Job(row.name, scope["job"].backend).cancel()

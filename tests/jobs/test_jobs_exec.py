@@ -17,7 +17,7 @@ from k8s_server import ApiServer
 from tests import product
 from tests.processes import PYTHON, ROOT, clean_env, poll, started
 from tests.product import JobSpec
-from tests.terminal import at_a_terminal, resize, until_shown
+from tests.terminal import TRAPS, at_a_terminal, resize, until_shown
 
 pytestmark = pytest.mark.promise("exec")
 BOUND = 60
@@ -26,12 +26,11 @@ LAUNCHER = (
     "import os, subprocess; "
     f"subprocess.run(['sleep', '600'], env={{**os.environ, **{RANK!r}, 'LOCKSTEP_LAUNCHER': str(os.getpid())}})"
 )
-TRAPS = "trap 'echo got; exit 5' INT; echo ready; while :; do sleep 0.05; done"
 
 
 @dataclass
 class Place:
-    """A job `long` with one rank, and how the command line finds it."""
+    """A job `long` with one rank: the backend's name and the environment of `lockstep exec`."""
 
     name: str
     env: dict[str, str]
@@ -41,8 +40,8 @@ class Place:
 
 
 @contextlib.contextmanager
-def emulated(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[Place]:
-    """A pod whose only rank is a process of this machine."""
+def emulated_pod(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[Place]:
+    """Yields a pod whose only rank is a process of this machine."""
     with ApiServer() as server:
         env = clean_env(KUBECONFIG=str(server.kubeconfig(folder / "kubeconfig")), PATH=server.cluster.kubectl.path)
         patch.setenv("KUBECONFIG", env["KUBECONFIG"])
@@ -64,23 +63,23 @@ def emulated(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[Place]:
 @pytest.fixture(params=["local", "k8s"])
 def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     if request.param != "local":
-        with emulated(tmp_path, monkeypatch) as found:
-            yield found
+        with emulated_pod(tmp_path, monkeypatch) as target:
+            yield target
         return
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.chdir(tmp_path)
     backend = product.local(tmp_path / "home/local")
     command = ["python", "-c", LAUNCHER]
     backend.submit(JobSpec(name="long", command=command, max_restarts=0, ranks_per_node=1, grace_seconds=5))
-    found = Place("local", clean_env(LOCKSTEP_HOME=str(tmp_path / "home")))
+    target = Place("local", clean_env(LOCKSTEP_HOME=str(tmp_path / "home")))
     with contextlib.ExitStack() as after:
         after.callback(backend.cancel, "long")
         poll(
-            lambda: subprocess.run(found.command("true"), env=found.env, capture_output=True).returncode == 0,
+            lambda: subprocess.run(target.command("true"), env=target.env, capture_output=True).returncode == 0,
             BOUND,
             "it",
         )
-        yield found
+        yield target
 
 
 def test_without_a_terminal_ctrl_c_goes_to_the_command_here_and_ends_kubectl(place: Place) -> None:
@@ -95,7 +94,7 @@ def test_without_a_terminal_ctrl_c_goes_to_the_command_here_and_ends_kubectl(pla
 
 
 def test_a_terminal_has_its_size_its_keys_and_comes_back(place: Place) -> None:
-    # a size is sent once the command runs, on Kubernetes' sockets as by `kubectl exec -it`: it may come after the first line
+    # The terminal's size is sent once the command runs, as `kubectl exec -it` does: it may arrive after the first line.
     until = "until [ \"$(stty size)\" = '{}' ]; do sleep 0.05; done; stty size; "
     words = f"test -t 0 && test -t 1 && test -t 2 && echo all; {until.format('33 77')} echo here; {until.format('20 50')} {TRAPS}"
     with at_a_terminal(place.command("sh", "-c", words), place.env) as (process, ours, theirs):

@@ -1,4 +1,4 @@
-"""The local backend's records: submissions that were broken off, files of another version, a locale without our letters."""
+"""The local backend's records: interrupted submissions, files of another version, an ASCII locale."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _spec(name: str = "done", program: str = "print('hi')") -> JobSpec:
 
 @pytest.fixture
 def done(backend: Any) -> Path:
-    """The folder of a job that has succeeded; `other` has, too."""
+    """The folder of the job `done`. The jobs `done` and `other` have succeeded."""
     for job in ("done", "other"):
         backend.submit(_spec(job))
         assert backend.wait(job, BOUND).state == "succeeded"
@@ -41,18 +41,17 @@ def _changed(file: Path, **values: Any) -> None:
 
 
 def test_a_folder_without_a_record_takes_no_name(backend: Any) -> None:
-    """The disk was full, or the command was killed, before the record was there."""
+    """The disk was full, or the command was killed, before the record was written."""
     (backend.folder / "done").mkdir()
     (backend.folder / "done/.job.json.tmp").write_text("{")
     with pytest.raises(UserError, match="there is no local job done"):
         backend.status("done")
-    sent = backend.submit(_spec())
-    assert (sent.name, sent.created) == ("done", True)
+    submission = backend.submit(_spec())
+    assert (submission.name, submission.created) == ("done", True)
     assert backend.wait("done", BOUND).state == "succeeded"
 
 
 def test_a_run_directory_that_cannot_be_made_is_refused_at_once(backend: Any, tmp_path: Path) -> None:
-    """It was running – starting, until the ranks had imported torch."""
     (tmp_path / "file").touch()
     job = _spec().model_copy(update={"run_dir": str(tmp_path / "file/run")})
     with pytest.raises(UserError, match=r"run_dir: cannot make .*/file/run: "):
@@ -73,7 +72,7 @@ def test_a_folder_of_something_else_is_not_touched(backend: Any) -> None:
 
 
 def test_a_job_is_never_lost_while_it_is_submitted_or_ends(backend: Any) -> None:
-    """Another shell asks all the time."""
+    """Another shell queries the status all the time."""
     states, over = [], threading.Event()
 
     def ask() -> None:
@@ -94,7 +93,7 @@ def test_a_job_is_never_lost_while_it_is_submitted_or_ends(backend: Any) -> None
 
 
 def test_a_submission_that_broke_off_leaves_no_job(backend: Any, done: Path) -> None:
-    """The command was killed before the record was there, or before its supervisor had its word."""
+    """The command was killed before it wrote the record, or before the supervisor read its start message."""
     for name in ("ended.json", "running.json"):
         (done / name).unlink()
     assert run([PYTHON, "-m", "lockstep.jobs.local.supervise", str(done)], clean_env()).code == 1, "it has not its word"
@@ -105,10 +104,12 @@ def test_a_submission_that_broke_off_leaves_no_job(backend: Any, done: Path) -> 
 
 def test_a_locale_without_our_letters_ends_no_command(backend: Any, tmp_path: Path) -> None:
     backend.submit(_spec("bad", "print('größer', flush=True); raise SystemExit('error: zu groß – ☃')"))
-    told = lockstep(tmp_path, "wait", "local", "bad", "--timeout", str(BOUND), encoding="ascii")
-    assert told.returncode == 1 and "bad: failed" in told.stdout and "\\u2603" in told.stdout, told
-    told = lockstep(tmp_path, "logs", "local", "bad", encoding="ascii")
-    assert told.returncode == 0 and "gr\\xf6\\xdfer" in told.stdout and told.stdout.endswith("\\u2603\n"), told
+    process = lockstep(tmp_path, "wait", "local", "bad", "--timeout", str(BOUND), encoding="ascii")
+    assert process.returncode == 1 and "bad: failed" in process.stdout and "\\u2603" in process.stdout, process
+    process = lockstep(tmp_path, "logs", "local", "bad", encoding="ascii")
+    assert process.returncode == 0 and "gr\\xf6\\xdfer" in process.stdout and process.stdout.endswith("\\u2603\n"), (
+        process
+    )
 
 
 DAMAGED = ["", "null", "[]", "{}", "3", '"x"', "{", "[" * 10_000, '{"pid": "x", "ticks": null}', '{"pid": 1}', '{"pid": null, "ticks": 3}',
@@ -119,7 +120,7 @@ DAMAGED = ["", "null", "[]", "{}", "3", '"x"', "{", "[" * 10_000, '{"pid": "x", 
 
 @pytest.mark.parametrize("name", [*RECORDS, "status.json"])
 def test_a_damaged_record_hides_no_other_job_and_ends_no_process(backend: Any, done: Path, name: str) -> None:
-    """Each file that a job leaves is damaged in each way. `list` still shows the other job, and the damaged job's commands answer."""
+    """Each record is damaged in each way. `list` still shows the other job, and commands of the damaged job still end."""
     folder = Path(json.loads((done / "job.json").read_text())["run_dir"]) if name == "status.json" else done
     folder.mkdir(parents=True, exist_ok=True)
     for text in DAMAGED:
@@ -139,14 +140,14 @@ def test_status_says_which_rank_holds_the_others_up(backend: Any, done: Path) ->
     status = {"code": 0, "reason": "complete", "step": 9, "attempt": 1, "job": job["job"], "slow_rank": slow}
     Path(job["run_dir"]).mkdir(parents=True, exist_ok=True)
     (Path(job["run_dir"]) / "status.json").write_text(json.dumps(status))
-    told = lockstep(done, "status", "local", "done").stdout
-    assert "rank 3, in data: costs 11 % of every step\n" in told
+    output = lockstep(done, "status", "local", "done").stdout
+    assert "rank 3, in data: costs 11 % of every step\n" in output
     assert json.loads(lockstep(done, "status", "local", "done", "--json").stdout)["slow_rank"] == slow
 
 
 @pytest.mark.promise("growth")
 def test_500_jobs_are_listed_without_a_look_at_all_processes(backend: Any, done: Path) -> None:
-    """Also those whose processes are gone without a word. Counted in calls, which no busy machine can falsify."""
+    """The jobs have succeeded, or their processes have vanished. The test counts calls: load does not change them."""
     for number in range(499):
         folder = backend.folder / f"done-{number}"
         shutil.copytree(done, folder)
@@ -167,7 +168,7 @@ def test_500_jobs_are_listed_without_a_look_at_all_processes(backend: Any, done:
 @pytest.mark.promise("other-users")
 @pytest.mark.parametrize("mode", [0o777, 0o770], ids=oct)
 def test_a_folder_that_another_user_can_write_to_is_not_used(backend: Any, done: Path, mode: int) -> None:
-    """Another user could plant a record there, with which `cancel` would end any process, and `submit` run any command."""
+    """With a planted record, another user could make `cancel` kill any process and `submit` run any command."""
     backend.folder.chmod(mode)
     uses: list[Callable[[], object]] = [
         lambda: backend.submit(_spec("third")), lambda: backend.status("done"), lambda: backend.cancel("done"), backend.list,
@@ -185,15 +186,14 @@ def test_a_folder_that_another_user_can_write_to_is_not_used(backend: Any, done:
 def test_neither_another_machine_nor_an_earlier_submission_ends_a_job(
     backend: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From another machine the job can only be asked for. A note of an earlier submission says that it ended. Neither ends the present
-    job."""
+    """Another machine can only read the status. A record says that an earlier submission ended. Neither ends the present job."""
     folder = backend.folder / "long"
     backend.submit(_spec("long", LONG))
     poll((folder / "running.json").exists, BOUND, "the job")
     with monkeypatch.context() as patch:
         product.elsewhere(patch)
-        found = backend.status("long")
-        assert (found.state, "ask there" in found.reason) == ("running", True), found
+        status = backend.status("long")
+        assert (status.state, "ask there" in status.reason) == ("running", True), status
         with pytest.raises(UserError, match="cancel it there"):
             backend.cancel("long")
         assert not backend.submit(_spec("long", LONG), "replace").created

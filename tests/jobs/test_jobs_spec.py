@@ -17,7 +17,7 @@ BASE: dict[str, Any] = {"name": "a", "recipe": "smoke"}
 
 @pytest.mark.promise("bad-input")
 @pytest.mark.parametrize(
-    ("text", "named"),
+    ("text", "fragment"),
     [
         ("nodse: 2", "did you mean 'nodes'"), ("recipe: smok", "line 3: key 'recipe' twice"), ("overrides:\n  lrr: 1", "did you mean 'lr'"),
         ("overrides: {metrics.port: 9500}", "set metrics_port of the job"),
@@ -32,17 +32,17 @@ BASE: dict[str, Any] = {"name": "a", "recipe": "smoke"}
         ("- a", ""), ("env: &x {}\noverrides: *x", "aliases"),
     ],
 )  # fmt: skip
-def test_mistakes_name_the_setting_and_the_nearest_name(tmp_path: Path, text: str, named: str) -> None:
+def test_mistakes_name_the_setting_and_the_nearest_name(tmp_path: Path, text: str, fragment: str) -> None:
     path = tmp_path / "job.yaml"
     path.write_text(f"name: a\nrecipe: smoke\n{text}\n")
     with pytest.raises(UserError) as error:
         JobSpec.load(path)
     message = str(error.value)
-    assert named in message and "\n" not in message and str(path) in message, message
+    assert fragment in message and "\n" not in message and str(path) in message, message
 
 
 def test_null_in_a_file_is_a_value(tmp_path: Path) -> None:
-    """As with --set. It takes away what a profile says, and where there is no profile, a default or a rendered field."""
+    """As with --set: null removes a profile's value. Without a profile it removes a default or a rendered field."""
     path = tmp_path / "job.yaml"
     path.write_text(
         "name: a\nrecipe: smoke\nslurm: {account: null, qos: q}\nenv: {A: null, B: b}\n"
@@ -61,7 +61,7 @@ def _set(folder: Path, *words: str) -> Any:
 
 
 def test_set_reads_as_that_of_a_recipe(tmp_path: Path) -> None:
-    """Short names, text as it stands, all else as YAML."""
+    """Settings have short names. Text stays as typed, other values are YAML."""
     words = ["queue=gpu", "memory=8Gi", "time_limit=2h", "nodes=2", "container=null",
              "overrides.optim.lr=1e-3", "overrides.epochs=2", 'env.A="5"', "slurm.patch.a.b=[1]"]  # fmt: skip
     done = _set(tmp_path, *words)
@@ -74,12 +74,12 @@ def test_set_reads_as_that_of_a_recipe(tmp_path: Path) -> None:
         "k8s": {"queue": "gpu"}, "slurm": {"patch": {"a": {"b": [1]}}},
     })  # fmt: skip
     assert record == spec.record()
-    for word, named in {
+    for word, fragment in {
         "image_pul_policy=Never": "did you mean 'image_pull_policy'", "k8s={queue: gpu}": "'k8s'",
         "patch={}": "k8s.patch, slurm.patch, compose.patch", "nodes=[1": "--set nodes", "env=3": "env",
     }.items():  # fmt: skip
         done = _set(tmp_path, word)
-        assert (done.returncode, done.stderr.count("\n")) == (2, 1) and named in done.stderr, done
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1) and fragment in done.stderr, done
 
 
 def test_live_reaches_the_launcher(tmp_path: Path) -> None:
@@ -144,5 +144,5 @@ def test_a_record_is_whole_and_one_of_another_version_is_refused_by_the_setting_
     ],
 )  # fmt: skip
 def test_a_job_with_gpus_does_not_train_on_the_cpu_in_silence(given: dict[str, Any], expected: bool) -> None:
-    """Unless its user says so. A program of one's own takes no setting of ours."""
+    """The user can override this. A `command:` gets no setting of Lockstep."""
     assert ("device=cuda" in words_of_rank(JobSpec.of({"name": "x", **given}))) == expected

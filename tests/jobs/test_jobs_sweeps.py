@@ -1,4 +1,4 @@
-"""One table at the end of a sweep: what each run was given, how it ended, what it reached."""
+"""One table at the end of a sweep: each run's settings, end and metrics."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 import yaml
 from k8s_server import ApiServer
 
+from tests.events import summary_of
 from tests.jobs.helpers import lockstep
 from tests.processes import ROOT, poll
 
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.promise("sweeps")
 def test_a_sweep_of_this_machine_ends_in_a_table(
     tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One run trains, the other one finds its data unusable."""
+    """One run trains, the other run fails because its data are unusable."""
     for name, value in (("PYTHONPATH", str(ROOT)), ("LOCKSTEP_HOME", str(tmp_path / "home"))):
         monkeypatch.setenv(name, value)
     settings = ["ranks_per_node=1", *(f"overrides.{text}" for text in [*tiny, "epochs=1"])]
@@ -29,9 +30,9 @@ def test_a_sweep_of_this_machine_ends_in_a_table(
     try:
         done = lockstep(tmp_path, "submit", "local", *words, *sweep, "--wait", "120", "--json")
         rows = json.loads(done.stdout)
-        told = [["smoke-0", "synthetic", "succeeded", 0], ["smoke-1", "images", "failed", 2]]
-        assert [[row[name] for name in ("name", "data.source", "state", "exit_code")] for row in rows] == told, done
-        summary = json.loads((tmp_path / "runs/smoke-0/summary.json").read_text())
+        table = [["smoke-0", "synthetic", "succeeded", 0], ["smoke-1", "images", "failed", 2]]
+        assert [[row[name] for name in ("name", "data.source", "state", "exit_code")] for row in rows] == table, done
+        summary = summary_of(tmp_path / "runs/smoke-0")
         metrics = ("accuracy", "best_accuracy", "test_loss", "train_loss", "steps")
         assert {name: rows[0][name] for name in metrics} == {name: summary[name] for name in metrics}
         assert rows[0]["logged"] == {} and all(rows[1][name] is None for name in metrics), "it has left no summary"
@@ -49,7 +50,7 @@ def k8s(folder: Path, command: str, *words: str) -> subprocess.CompletedProcess[
 
 
 def test_a_sweep_on_kubernetes_has_its_table_from_the_logs(server: ApiServer, tmp_path: Path) -> None:
-    """A job for each run, all or none of them."""
+    """Each run gets a job. If one is refused, none is submitted."""
     sweep = ("--sweep", "lr=0.1,0.2,0.3")
     rendered = yaml.safe_load_all(k8s(tmp_path, "render", *sweep).stdout)
     names = [item["metadata"]["name"] for item in rendered if item["kind"] == "PyTorchJob"]
@@ -70,9 +71,9 @@ def test_a_sweep_on_kubernetes_has_its_table_from_the_logs(server: ApiServer, tm
             server.cluster.put("pytorchjobs", {**live, "status": {"conditions": [condition]}})
             server.cluster.pod(name, f"{name}-worker-0", {"phase": kind})
 
-    said = json.dumps({"event": "done", "accuracy": 0.875, "steps": 12, "logged": {"accuracy": 0.875, "wer": 0.25}})
+    event = json.dumps({"event": "done", "accuracy": 0.875, "steps": 12, "logged": {"accuracy": 0.875, "wer": 0.25}})
     server.cluster.logs["smoke-0-worker-0"] = [
-        f"2026-01-01T00:00:0{n}Z [rank 0] {text}" for n, text in enumerate((said, "bye"))
+        f"2026-01-01T00:00:0{n}Z [rank 0] {text}" for n, text in enumerate((event, "bye"))
     ]
     late = "Job smoke-1 has failed because it was active longer than specified deadline"
     words = (*sweep, "--set", "overrides.epochs=3", "--wait", "2")

@@ -1,4 +1,4 @@
-"""`lockstep top`: who is called a straggler, what is read and believed, and what is shown."""
+"""`lockstep top`: which rank is a straggler, which files are trusted, and what the table shows."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ training_finished{{rank="{rank}",run="{run}"}} 0
 """
 Shares = tuple[float, float, float]
 SLOW: list[Shares] = [(0.0, 0.1, 0.875), (0.025, 0.925, 0.025)]
-"""Of two ranks, of a step's time: data, computing, waiting for the others."""
+"""Shares of a step's time of two ranks: data, computing, waiting for the other rank."""
 
 
 def text(rank: int, *parts: tuple[int, Shares], run: str = "x") -> str:
-    """Metrics after some steps of 0.1 s with shares of it, and after more of them."""
+    """Returns metrics after steps of 0.1 s. Each part has a number of steps and their shares."""
     steps = sum(number for number, _ in parts)
     sums = [sum(number * 0.1 * shares[at] for number, shares in parts) for at in range(3)]
     names = dict(zip(("data", "compute", "sync"), sums))
@@ -43,7 +43,7 @@ def text(rank: int, *parts: tuple[int, Shares], run: str = "x") -> str:
 
 
 def run_of(folder: Path, *ranks: Shares) -> Path:
-    """A run directory of ranks after 40 steps."""
+    """Writes a run directory with the metrics of each rank after 40 steps."""
     (folder / "metrics").mkdir(parents=True, exist_ok=True)
     (folder / "run.yaml").write_text("config: {}\n")
     for rank, shares in enumerate(ranks):
@@ -52,23 +52,23 @@ def run_of(folder: Path, *ranks: Shares) -> Path:
 
 
 def straggling(folder: Path, **more: object) -> dict[str, Any]:
-    """Writes the status of a run that says so of this rank."""
-    said = {"rank": 1, "phase": "data", "share": 0.11, **more}
-    (folder / "status.json").write_text(json.dumps({"code": None, "slow_rank": said}))
-    return said
+    """Writes a status.json that names a straggler."""
+    slow_rank = {"rank": 1, "phase": "data", "share": 0.11, **more}
+    (folder / "status.json").write_text(json.dumps({"code": None, "slow_rank": slow_rank}))
+    return slow_rank
 
 
 def top(folder: Path) -> list[dict[str, Any]]:
     done = helpers.top(folder, str(folder), "--json", "--every", "0.2")
     assert (done.returncode, done.stderr) == (0, ""), done
-    found: list[dict[str, Any]] = json.loads(done.stdout)
-    return found
+    ranks: list[dict[str, Any]] = json.loads(done.stdout)
+    return ranks
 
 
 @pytest.mark.promise("alerts")
-def test_the_straggler_that_rank_0_has_found_is_named_with_its_cost(tmp_path: Path) -> None:
-    told = straggling(run_of(tmp_path, *SLOW))
-    assert [rank["straggler"] for rank in top(tmp_path)] == [None, told]
+def test_top_names_the_straggler_and_its_cost(tmp_path: Path) -> None:
+    straggler = straggling(run_of(tmp_path, *SLOW))
+    assert [rank["straggler"] for rank in top(tmp_path)] == [None, straggler]
     table = helpers.top(tmp_path, str(tmp_path), "--once", "--every", "0.2").stdout
     assert "STRAGGLER (data)" in table
     assert "rank 1, in data: costs 11 % of every step" in table
@@ -113,7 +113,7 @@ def test_a_damaged_textfile_hides_no_other(tmp_path: Path) -> None:
 
 
 def test_a_rank_has_ended_if_its_run_has(tmp_path: Path) -> None:
-    """A killed rank's textfile does not say so, but no process holds the run, and status.json has its code."""
+    """A killed rank's textfile does not show its end. No process holds the run, and status.json has the exit code."""
     run_of(tmp_path, *SLOW)
     assert [rank["exit_code"] for rank in top(tmp_path)] == [None, None]
     (tmp_path / "status.json").write_text('{"code": 1, "reason": "killed"}')
@@ -134,7 +134,7 @@ def test_at_a_terminal_it_fits_and_a_hostile_name_moves_no_cursor(
 
 
 @pytest.mark.promise("growth")
-def test_of_a_thousand_ranks_the_straggler_is_found(tmp_path: Path) -> None:
+def test_top_names_the_straggler_among_a_thousand_ranks(tmp_path: Path) -> None:
     straggling(run_of(tmp_path, *[SLOW[0]] * 700, SLOW[1], *[SLOW[0]] * 323), rank=700)
     ranks = top(tmp_path)
     assert len(ranks) == 1024 and [rank["rank"] for rank in ranks if rank["straggler"]] == [700]

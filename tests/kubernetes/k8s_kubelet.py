@@ -1,6 +1,6 @@
-"""The kubelet's part, twice: pods that are real processes, and pods that only stand there.
+"""Emulates the kubelet, twice: pods that are real processes, and pods without a process.
 
-One machine stands for all nodes, so each launcher gets its own loopback address and the rendezvous a free port.
+One machine stands for all nodes, so each launcher gets a separate loopback address and the rendezvous a free port.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from tests.processes import ROOT, free_port, processes
 
 Object = dict[str, Any]
 ZONE = timezone(timedelta(hours=2))
-"""Of the nodes' clocks: a runtime stamps lines with its offset."""
+"""Time zone of the nodes: the runtime stamps lines with its offset."""
 Variables = Callable[[str, int], dict[str, str]]
-"""Of the address and the port at which the nodes meet: what the operator has put into the container's environment."""
+"""(address, port) of the rendezvous → environment variables that the operator adds to the container."""
 
 
-def started(name: str, moment: str) -> Object:
+def running_status(name: str, moment: str) -> Object:
     times = {"status": "True", "lastTransitionTime": moment}
     return {
         "phase": "Running",
@@ -40,19 +40,19 @@ def started(name: str, moment: str) -> Object:
 
 
 class Idle:
-    """Pods run from the moment they are there until a test says otherwise. Nothing is started."""
+    """Pods run until a test ends them. No process is started."""
 
     def mounts(self, name: str, spec: Object) -> dict[str, str] | None:
         return {}
 
     def ended(self, *_: Any) -> Any:
-        """None: it has not, and other requests to it need nothing."""
+        """Returns None: the container runs. The other methods do nothing, too."""
 
     start = end = stop = ended
 
 
 def _inside(mounted: dict[str, str], word: str) -> str:
-    """A word of a command, with the folder of this machine in the place of what is mounted."""
+    """Returns a command's argument with the mount path replaced by the local folder."""
     for path, folder in mounted.items():
         if word == path or word.startswith(f"{path}/"):
             return folder + word.removeprefix(path)
@@ -66,7 +66,7 @@ class _Running:
 
 
 class Processes(Idle):
-    """Every pod is a real launcher with real ranks. Nothing survives `stop()`."""
+    """Every pod is a real launcher with real ranks. No process survives `stop()`."""
 
     def __init__(self, cluster: Cluster, folder: Path, namespace: str = "team") -> None:
         self.cluster, self.folder, self.namespace = cluster, folder, namespace
@@ -75,32 +75,32 @@ class Processes(Idle):
         self._ports: dict[str, int] = {}
 
     def mounts(self, name: str, spec: Object) -> dict[str, str] | None:
-        """Returns mount path → a folder of this machine. A run directory that goes with its pod begins empty. A projected volume shows
+        """Returns mount path → local folder. A run directory in an emptyDir begins empty. A projected volume has the files of
         ConfigMaps. None: a ConfigMap is missing."""
-        found = {}
+        folders = {}
         for volume in spec.get("volumes", []):
             folder = self.folder / f"volume-{name}-{volume['name']}"
             if volume == {"name": "run", "emptyDir": {}}:
                 shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir()
-                mount = next(one for one in spec["containers"][0]["volumeMounts"] if one["name"] == "run")
-                found[mount["mountPath"]] = str(folder)
+                mount = next(each for each in spec["containers"][0]["volumeMounts"] if each["name"] == "run")
+                folders[mount["mountPath"]] = str(folder)
             for source in volume.get("projected", {}).get("sources", []):
-                held = self.cluster.get("configmaps", source["configMap"]["name"], self.namespace)
-                if held is None:
+                config_map = self.cluster.get("configmaps", source["configMap"]["name"], self.namespace)
+                if config_map is None:
                     return None
                 folder.mkdir(exist_ok=True)
                 for item in source["configMap"]["items"]:
-                    (folder / item["path"]).write_bytes(base64.b64decode(held["binaryData"][item["key"]]))
-                mount = next(one for one in spec["containers"][0]["volumeMounts"] if one["name"] == volume["name"])
-                found[mount["mountPath"]] = str(folder)
-        return found
+                    (folder / item["path"]).write_bytes(base64.b64decode(config_map["binaryData"][item["key"]]))
+                mount = next(each for each in spec["containers"][0]["volumeMounts"] if each["name"] == volume["name"])
+                folders[mount["mountPath"]] = str(folder)
+        return folders
 
     def start(self, pod: Object, node: int, job: str, mounted: dict[str, str], variables: Variables) -> None:
         name, container = pod["metadata"]["name"], pod["spec"]["containers"][0]
         command = [_inside(mounted, word) for word in container["command"]]
         command = [sys.executable if word == "python" else word.replace("$$", "$") for word in command]
-        serves = "--serve" if node == 0 else "--no-serve"  # elsewhere the host's name says so
+        serves = "--serve" if node == 0 else "--no-serve"  # on a real node the host's name decides this
         at = command.index("launch") + 1
         command[at:at] = ["--address", f"127.0.0.{node + 2}", serves]
         env = {key: value for key, value in os.environ.items() if not key.startswith(("PET_", "LOCKSTEP_"))}
@@ -115,14 +115,14 @@ class Processes(Idle):
         process = subprocess.Popen(
             command, cwd=self.folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
         )
-        # A container shows only its pod's processes; here the launcher's mark stands for that.
+        # A container shows only its pod's processes. Here LOCKSTEP_LAUNCHER marks them.
         self.cluster.kubectl.put(name, {**env, "LOCKSTEP_LAUNCHER": str(process.pid)}, self.folder)
         lines: list[str] = []
         self.cluster.logs[name] = lines
         reader = threading.Thread(target=self._read, args=(process, lines), daemon=True)
         reader.start()
         self.pods[name] = _Running(process, reader)
-        self.starts[name] = self.starts.get(name, 0) + 1  # last: who sees it finds the pod
+        self.starts[name] = self.starts.get(name, 0) + 1  # last: a test that sees the count finds the pod
 
     def _secret(self, name: str, key: str) -> str:
         return base64.b64decode(self.cluster.get("secrets", name, self.namespace)["data"][key]).decode()
@@ -135,7 +135,7 @@ class Processes(Idle):
         process.stdout.close()
 
     def ended(self, pod: Object) -> int | None:
-        """The container's exit code; None while it runs."""
+        """Returns the container's exit code; None while it runs."""
         running = self.pods[pod["metadata"]["name"]]
         code = running.process.poll()
         if code is None:
@@ -144,7 +144,7 @@ class Processes(Idle):
         return 128 - code if code < 0 else code
 
     def end(self, name: str) -> None:
-        """TERM, the grace, KILL."""
+        """Sends TERM, waits for the grace period, and sends KILL."""
         running = self.pods.get(name)
         if running is not None:
             running.process.terminate()
@@ -154,13 +154,13 @@ class Processes(Idle):
 
     @staticmethod
     def _kill_group(running: _Running) -> None:
-        if running.process.poll() is None:  # an id that was waited for may be another process's by now
+        if running.process.poll() is None:  # the id of a reaped process may belong to another process
             os.killpg(running.process.pid, signal.SIGKILL)
         running.process.wait(10)
         running.reader.join(10)
 
     def lose(self, name: str) -> None:
-        """All that runs in the pod is gone at once."""
+        """Kills all processes of the pod at once."""
         kill_tree(self.pods[name].process.pid)
 
     def stop(self) -> None:
@@ -171,7 +171,7 @@ class Processes(Idle):
 
 
 def kill_tree(pid: int) -> None:
-    """Returns the launcher's ranks by their parent, since they have their own sessions."""
+    """Kills a launcher and its ranks. The ranks have separate sessions, so their parent identifies them."""
     for number in [pid, *(child for child, _, parent, _ in processes() if parent == pid)]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(number, signal.SIGKILL)

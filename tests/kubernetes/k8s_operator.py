@@ -1,6 +1,6 @@
-"""The training-operator's part: its environment variables, its restart rule, its conditions and events.
+"""Emulates the training-operator: its environment variables, its restart rule, its conditions and events.
 
-It follows training-operator v1.9 with workers, of which the first that succeeds ends the job. Variables are appended after the
+It follows training-operator v1.9 with workers: the first worker that succeeds ends the job. Variables are appended after the
 template's. With `restartPolicy: ExitCode` a pod that failed with 128 or more (or without a code) is deleted and created again,
 uncounted. A lower code fails the job.
 A pod that admission refuses becomes an event on the job and is tried again. The operator reports its actions in events, as recorded.
@@ -18,7 +18,7 @@ from typing import Any
 
 from k8s_admission import Refused
 from k8s_cluster import Cluster
-from k8s_kubelet import Idle, Processes, started
+from k8s_kubelet import Idle, Processes, running_status
 
 
 def injected(job: dict[str, Any], master: str, port: int) -> dict[str, str]:
@@ -36,8 +36,8 @@ class Operator:
 
     def __init__(self, cluster: Cluster, kubelet: Idle | None = None, namespace: str = "team") -> None:
         self.cluster, self.kubelet, self.namespace = cluster, kubelet or Idle(), namespace
-        self.held: set[str] = set()
-        """Pods that are not there yet."""
+        self.absent_pods: set[str] = set()
+        """Names of pods that the operator does not create yet."""
         self.now = time.time
 
     def round(self) -> None:
@@ -53,21 +53,23 @@ class Operator:
 
     def _reconcile(self, job: dict[str, Any]) -> None:
         conditions = (job.get("status") or {}).get("conditions", [])
-        finished = any(one["type"] in ("Succeeded", "Failed") and one["status"] == "True" for one in conditions)
+        finished = any(
+            condition["type"] in ("Succeeded", "Failed") and condition["status"] == "True" for condition in conditions
+        )
         phases, name = [], job["metadata"]["name"]
         self._condition(job, "Created", f"PyTorchJob {name} is created.")
         if job["spec"]["runPolicy"].get("suspend"):
             self._condition(job, "Suspended", f"PyTorchJob {name} is suspended.")
-            self._tell(job, "Normal", "PyTorchJobSuspended", f"PyTorchJob {name} is suspended.")
+            self._record_event(job, "Normal", "PyTorchJobSuspended", f"PyTorchJob {name} is suspended.")
             return
-        if any(one["type"] == "Suspended" and one["status"] == "True" for one in conditions):
+        if any(condition["type"] == "Suspended" and condition["status"] == "True" for condition in conditions):
             self._condition(job, "Suspended", f"PyTorchJob {name} is resumed.", "False", "Resumed")
-            self._tell(job, "Normal", "PyTorchJobResumed", f"PyTorchJob {name} is resumed.")
+            self._record_event(job, "Normal", "PyTorchJobResumed", f"PyTorchJob {name} is resumed.")
         (item,) = job["spec"]["pytorchReplicaSpecs"].values()
         for index in range(item["replicas"]):
             pod = self.cluster.get("pods", host := f"{name}-worker-{index}", self.namespace)
             if pod is None:
-                if not finished and host not in self.held:
+                if not finished and host not in self.absent_pods:
                     self._create(job, index, host, item["template"])
                 continue
             if finished:
@@ -78,36 +80,38 @@ class Operator:
             if phases[-1] == "Failed":
                 code = self._code(self.cluster.get("pods", host, self.namespace))
                 if code is not None:
-                    self._tell(job, "Normal", "ExitedWithCode", f"Pod: {self.namespace}.{host} exited with code {code}")
+                    self._record_event(
+                        job, "Normal", "ExitedWithCode", f"Pod: {self.namespace}.{host} exited with code {code}"
+                    )
                 if code is not None and code < 128:
                     self._condition(job, "Failed", f'job "{name}" is failing because "Worker" replica(s) failed.')
                     return
                 self._delete(host)
-                self._tell(job, "Normal", "SuccessfulDeletePod", f"Deleted pod: {host}")
+                self._record_event(job, "Normal", "SuccessfulDeletePod", f"Deleted pod: {host}")
                 why = f"job {name} is restarting because Worker replica(s) failed."
                 for text in (why, f"PyTorchJob {name} is restarting because 1 Worker replica(s) failed."):
-                    self._tell(job, "Warning", "PyTorchJobRestarting", text)
+                    self._record_event(job, "Warning", "PyTorchJobRestarting", text)
                 self._condition(job, "Restarting", why)
-        if "Succeeded" in phases:  # the first that has, as in any job without a Master
+        if "Succeeded" in phases:  # the first worker that succeeds, as in any job without a Master
             self._condition(job, "Succeeded", f"PyTorchJob {self.namespace}/{name} successfully completed.")
         elif "Running" in phases:
             self._condition(job, "Running", f"PyTorchJob {self.namespace}/{name} is running.")
 
     @staticmethod
     def _code(pod: dict[str, Any]) -> int | None:
-        """Of its container; None where it has ended without one."""
-        states = [one["state"] for one in pod["status"].get("containerStatuses", [])]
+        """Returns the exit code of the pod's container; None if it ended without one."""
+        states = [status["state"] for status in pod["status"].get("containerStatuses", [])]
         return next((state["terminated"]["exitCode"] for state in states if "terminated" in state), None)
 
     def _condition(self, job: dict[str, Any], kind: str, message: str, status: str = "True", reason: str = "") -> None:
-        """A job that runs is no longer restarting; other conditions linger."""
-        there = (self.cluster.get("pytorchjobs", job["metadata"]["name"], self.namespace).get("status") or {}).get(
+        """Adds a condition. Running and Restarting replace each other; other conditions stay."""
+        existing = (self.cluster.get("pytorchjobs", job["metadata"]["name"], self.namespace).get("status") or {}).get(
             "conditions", []
         )
-        if any(one["type"] == kind and one["status"] == status for one in there):
+        if any(one["type"] == kind and one["status"] == status for one in existing):
             return
         instead = {"Running": "Restarting", "Restarting": "Running"}.get(kind)
-        old = [one for one in there if one["type"] not in (kind, instead)]
+        old = [one for one in existing if one["type"] not in (kind, instead)]
         for condition in old:
             if condition["type"] == "Running" and kind in ("Succeeded", "Failed"):
                 condition["status"] = "False"
@@ -119,7 +123,7 @@ class Operator:
         spec, meta = {**template["spec"], "nodeName": f"node-{index}"}, job["metadata"]
         mounted = self.kubelet.mounts(name, spec)
         if mounted is None:
-            return  # as the kubelet, which waits for what is to be mounted
+            return  # the kubelet waits for its ConfigMaps
         labels = {
             **template["metadata"]["labels"], "training.kubeflow.org/job-name": meta["name"],
             "training.kubeflow.org/replica-type": "worker", "training.kubeflow.org/replica-index": str(index),
@@ -128,35 +132,37 @@ class Operator:
             "apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "name": meta["name"], "uid": meta["uid"],
             "controller": True, "blockOwnerDeletion": True,
         }  # fmt: skip
-        own = {"name": name, "labels": labels, "creationTimestamp": self._stamp(), "ownerReferences": [owner]}
+        metadata = {"name": name, "labels": labels, "creationTimestamp": self._stamp(), "ownerReferences": [owner]}
         try:
-            pod = self.cluster.create("pods", {"metadata": own, "spec": spec, "status": {}}, self.namespace)
+            pod = self.cluster.create("pods", {"metadata": metadata, "spec": spec, "status": {}}, self.namespace)
         except Refused as refused:
-            self._tell(job, "Warning", "FailedCreatePod", f"Error creating: {refused}")
+            self._record_event(job, "Warning", "FailedCreatePod", f"Error creating: {refused}")
             return
-        self._tell(job, "Normal", "SuccessfulCreatePod", f"Created pod: {name}")
-        if not self._told(job, service := f"Created service: {name}"):  # which stays when its pod is replaced
-            self._tell(job, "Normal", "SuccessfulCreateService", service)
+        self._record_event(job, "Normal", "SuccessfulCreatePod", f"Created pod: {name}")
+        if not self._recorded_event(
+            job, service := f"Created service: {name}"
+        ):  # the service stays when its pod is replaced
+            self._record_event(job, "Normal", "SuccessfulCreateService", service)
         self.kubelet.start(pod, index, meta["uid"], mounted, partial(injected, job))
-        status = started(spec["containers"][0]["name"], self._stamp())
+        status = running_status(spec["containers"][0]["name"], self._stamp())
         self.cluster.put("pods", {**pod, "status": status}, self.namespace)
 
     def _stamp(self) -> str:
         return datetime.fromtimestamp(self.now(), timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
 
-    def _tell(self, job: dict[str, Any], kind: str, reason: str, message: str) -> None:
-        """An event; the same again counts."""
+    def _record_event(self, job: dict[str, Any], kind: str, reason: str, message: str) -> None:
+        """Puts an event, or counts a repeated one."""
         meta, now = job["metadata"], self._stamp()
-        before = self._told(job, message) or {"count": 0, "firstTimestamp": now}
+        previous = self._recorded_event(job, message) or {"count": 0, "firstTimestamp": now}
         event = {
             "metadata": {"name": self._event(job, message)}, "type": kind, "reason": reason, "message": message, "lastTimestamp": now,
-            "firstTimestamp": before["firstTimestamp"], "count": before["count"] + 1, "eventTime": None,
+            "firstTimestamp": previous["firstTimestamp"], "count": previous["count"] + 1, "eventTime": None,
             "source": {"component": "pytorchjob-controller"}, "reportingComponent": "pytorchjob-controller",
             "involvedObject": {"kind": "PyTorchJob", "name": meta["name"], "uid": meta["uid"]},
         }  # fmt: skip
         self.cluster.put("events", event, self.namespace)
 
-    def _told(self, job: dict[str, Any], message: str) -> Any:
+    def _recorded_event(self, job: dict[str, Any], message: str) -> Any:
         return self.cluster.get("events", self._event(job, message), self.namespace)
 
     @staticmethod
@@ -165,20 +171,20 @@ class Operator:
         return f"{meta['name']}.{meta['uid'][:8]}{hash(message) & 0xFFFFFFFF:08x}"
 
     def _observe(self, pod: dict[str, Any]) -> str:
-        """The pod's phase."""
+        """Returns the pod's phase, after its process may have ended."""
         code = self.kubelet.ended(pod) if pod["status"]["phase"] == "Running" else None
         if code is not None:
             pod = finish(self.cluster, pod, code, self.namespace)
         return str(pod["status"]["phase"])
 
     def _delete(self, name: str) -> None:
-        """The object goes when what runs in it has gone."""
+        """Removes the pod after its processes have ended."""
         self.kubelet.end(name)
         self.cluster.remove("pods", name, self.namespace)
 
 
 class Running(Operator):
-    """An operator that works by itself until `stop`, with real processes for pods."""
+    """An operator with a thread that reconciles until `stop`. Its pods are real processes."""
 
     kubelet: Processes
 
@@ -200,8 +206,8 @@ class Running(Operator):
 
 
 def finish(cluster: Cluster, pod: dict[str, Any], code: int, namespace: str = "team") -> Any:
-    """The pod's container has ended with that code."""
-    ended = {"exitCode": code, "finishedAt": datetime.now(timezone.utc).isoformat()}
-    state = {"name": pod["spec"]["containers"][0]["name"], "restartCount": 0, "state": {"terminated": ended}}
+    """Ends the pod's container with that exit code."""
+    termination = {"exitCode": code, "finishedAt": datetime.now(timezone.utc).isoformat()}
+    state = {"name": pod["spec"]["containers"][0]["name"], "restartCount": 0, "state": {"terminated": termination}}
     status = {"phase": "Succeeded" if code == 0 else "Failed", "containerStatuses": [state]}
     return cluster.put("pods", {**pod, "status": status}, namespace)

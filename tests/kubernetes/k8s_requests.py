@@ -1,6 +1,6 @@
 """Which requests are emulated.
 
-What no recording tells is never guessed: `NotEmulated` ends the request, and the test with it.
+No answer is guessed: a request without a recording raises `NotEmulated`, and its test fails.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TERM = re.compile(r"[\w./-]+=[\w.-]*")
 
 
 class NotEmulated(Exception):
-    """No recording tells how a server answers."""
+    """No recording has the server's answer."""
 
 
 def check(

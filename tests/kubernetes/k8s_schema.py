@@ -1,4 +1,4 @@
-"""What a server refuses of an object before it asks anybody: unknown fields (strict validation), types, names, labels."""
+"""The server's validation of an object, before admission: unknown fields (strict), types, names, labels."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def _strict(node: Any) -> None:
 @cache
 def validator(kind: str) -> jsonschema.Draft202012Validator:
     """The CRD's schema with unknown fields forbidden, as the API server treats them under strict validation."""
-    found = copy.deepcopy(crd(kind)["openAPIV3Schema"])
-    _strict(found)
-    found["properties"]["metadata"] = {"type": "object"}  # the API machinery's own
-    return jsonschema.Draft202012Validator(found)
+    schema = copy.deepcopy(crd(kind)["openAPIV3Schema"])
+    _strict(schema)
+    schema["properties"]["metadata"] = {"type": "object"}  # the API machinery defines it
+    return jsonschema.Draft202012Validator(schema)
 
 
 def unknown_fields(errors: list[jsonschema.ValidationError]) -> list[str]:
@@ -58,13 +58,13 @@ def _path(error: jsonschema.ValidationError) -> str:
 
 
 def causes(item: Object, errors: list[jsonschema.ValidationError]) -> list[str]:
-    """Why an object is invalid."""
+    """Returns the reasons why an object is invalid."""
     meta = item["metadata"]
     labels = (meta.get("labels") or {}).values()
     wrong = [("metadata.labels", value) for value in labels if len(value) > 63 or not re.fullmatch(LABEL, value)]
     wrong += [] if re.fullmatch(NAME, meta["name"]) else [("metadata.name", meta["name"])]
-    found = [f'{field}: Invalid value: "{value}"' for field, value in wrong]
+    messages = [f'{field}: Invalid value: "{value}"' for field, value in wrong]
     for error in errors:
-        said = f"must be of type {error.validator_value}" if error.validator == "type" else error.message[:200]
-        found.append(f"{_path(error)}: Invalid value: {said}")
-    return found
+        problem = f"must be of type {error.validator_value}" if error.validator == "type" else error.message[:200]
+        messages.append(f"{_path(error)}: Invalid value: {problem}")
+    return messages

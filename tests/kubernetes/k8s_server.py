@@ -1,6 +1,6 @@
 """An emulated Kubernetes API server over real sockets: selectors, logs and faults of a `Cluster`.
 
-Not a mock: the official client talks HTTP to it. How it says no is recorded (`recordings/failures.jsonl`).
+Not a mock: the official client talks HTTP to it. Its refusals are recorded (`recordings/failures.jsonl`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Handler(BaseHTTPRequestHandler):
     body: Any
     fault: Fault | None
     lines: int
-    """Of a stream, which have been sent."""
+    """Number of lines of a stream that have been sent."""
 
     def log_message(self, *args: Any) -> None:
         pass
@@ -93,9 +93,9 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             k8s_requests.check(self.command, match, self.query, self.headers, data)
             getattr(self, f"_{self.command.lower()}")(match)
-        except k8s_requests.NotEmulated as what:
-            self.cluster.not_emulated.append(f"{self.command} {self.path}: {what}")
-            self._fail(501, "Test", f"not emulated: {what}")
+        except k8s_requests.NotEmulated as error:
+            self.cluster.not_emulated.append(f"{self.command} {self.path}: {error}")
+            self._fail(501, "Test", f"not emulated: {error}")
 
     def _verb(self, match: re.Match[str]) -> str:
         reading = "get" if match["name"] else "list"
@@ -107,7 +107,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _may(self, match: re.Match[str]) -> bool:
         plural, role = match["plural"] + (f"/{match['sub']}" if match["sub"] else ""), self.cluster.role
         if role is None or plural.startswith("selfsubject"):
-            return True  # everybody may ask for one's own rights
+            return True  # every user may list the rights that the user has
         return match["namespace"] == self.cluster.home and (self._verb(match), plural) in role
 
     def _get(self, match: re.Match[str]) -> None:
@@ -116,25 +116,25 @@ class _Handler(BaseHTTPRequestHandler):
         elif self.plural in ("secrets", "configmaps"):
             self._fail(500, "Test", f"the content of {self.plural} was asked for")
         elif self.name:
-            found = self._there()
-            if found is not None:
-                self._answer(200, found)
+            item = self._object_or_404()
+            if item is not None:
+                self._answer(200, item)
         else:
             self._list(match["group"])
 
-    def _there(self) -> dict[str, Any] | None:
-        """The object that is asked for; the 404 where there is none."""
-        found = self.cluster.get(self.plural, self.name, self.namespace)
-        if found is None:
+    def _object_or_404(self) -> dict[str, Any] | None:
+        """Returns the requested object, or sends a 404."""
+        item = self.cluster.get(self.plural, self.name, self.namespace)
+        if item is None:
             self._fail(404, "NotFound", f'{self.plural} "{self.name}" not found')
-        return found
+        return item
 
     def _list(self, version: str) -> None:
         cluster, custom = self.cluster, self.plural in k8s_schema.CUSTOM
         items = [item for item in cluster.all(self.plural, self.namespace) if matches(item, self.query)]
         if custom:
             items = [{"apiVersion": version, "kind": KINDS[self.plural], **item} for item in items]
-        else:  # the list says it for all of them
+        else:  # the list has the kind of all items
             items = [{key: value for key, value in item.items() if key not in ("kind", "apiVersion")} for item in items]
         head = {"kind": f"{KINDS[self.plural]}List", "apiVersion": version}
         about = {"resourceVersion": str(cluster.version), **({"continue": ""} if custom else {})}
@@ -142,11 +142,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _log(self) -> None:
         cluster, name, follow = self.cluster, self.name, self.query.get("follow") == "true"
-        pod, container = self._there(), self.query.get("container")
+        pod, container = self._object_or_404(), self.query.get("container")
         if pod is None:
             return
-        known = [one["name"] for one in pod["spec"].get("containers", [])]
-        if known and container is not None and container not in known:
+        containers = [container_spec["name"] for container_spec in pod["spec"].get("containers", [])]
+        if containers and container is not None and container not in containers:
             self._fail(400, "BadRequest", f"container {container} is not valid for pod {name}")
             return
         if name not in cluster.logs and not pod["spec"].get("nodeName"):
@@ -161,7 +161,7 @@ class _Handler(BaseHTTPRequestHandler):
         while not self._broken():
             pod = cluster.get("pods", name, self.namespace)
             if pod is None or pod["metadata"]["uid"] != (uid or pod["metadata"]["uid"]):
-                break  # the log goes with its pod
+                break  # the log is removed with its pod
             uid, lines = pod["metadata"]["uid"], cluster.logs.get(name, [])
             done = pod["status"]["phase"] in ("Succeeded", "Failed")
             if at == 0 and "tailLines" in self.query:
@@ -197,42 +197,42 @@ class _Handler(BaseHTTPRequestHandler):
         if self.namespace and self.namespace not in cluster.namespaces:
             self._fail(404, "NotFound", f'namespaces "{self.namespace}" not found')
             return
-        try:  # a quota is asked before the store
+        try:  # the quota decides before the store
             check(self.plural, self.body)
-            made = cluster.create(self.plural, self.body, self.namespace, self.query.get("dryRun") == "All")
+            created = cluster.create(self.plural, self.body, self.namespace, self.query.get("dryRun") == "All")
         except Refused as refused:
             self._fail(refused.status, refused.reason, str(refused))
         except KeyError:
             going = "deletionTimestamp" in self.cluster.get(self.plural, name, self.namespace)["metadata"]
-            said = f'{self.plural} "{name}" already exists'
-            self._fail(409, "AlreadyExists", f"object is being deleted: {said}" if going else said)
+            message = f'{self.plural} "{name}" already exists'
+            self._fail(409, "AlreadyExists", f"object is being deleted: {message}" if going else message)
         else:
-            self._answer(201, made)
+            self._answer(201, created)
 
     def _patch(self, match: re.Match[str]) -> None:
-        found = self._there()
-        if found is None:
+        current = self._object_or_404()
+        if current is None:
             return
-        if not self._conflicts(self.body.get("metadata", {}), found["metadata"]):
-            item = merged(found, self.body)
+        if not self._conflicts(self.body.get("metadata", {}), current["metadata"]):
+            item = merged(current, self.body)
             if self.plural in k8s_schema.CUSTOM and [*k8s_schema.validator(KINDS[self.plural]).iter_errors(item)]:
                 raise k8s_requests.NotEmulated("a patch to an invalid object")
             self._answer(200, self.cluster.put(self.plural, item, self.namespace))
 
-    def _conflicts(self, wanted: dict[str, Any], there: dict[str, Any]) -> bool:
-        """Whether it was refused because the object is another one than the request expects."""
-        wrong = [key for key in ("uid", "resourceVersion") if wanted.get(key) not in (None, there[key])]
+    def _conflicts(self, wanted: dict[str, Any], current: dict[str, Any]) -> bool:
+        """Refuses a request that expects another uid or version of the object. Returns whether it did."""
+        wrong = [key for key in ("uid", "resourceVersion") if wanted.get(key) not in (None, current[key])]
         if wrong:
             self._fail(409, "Conflict", f'Operation cannot be fulfilled on {self.plural} "{self.name}": other {wrong}')
         return bool(wrong)
 
     def _delete(self, match: re.Match[str]) -> None:
-        found, options = self._there(), self.body or {}
-        if found is None or self._conflicts(options.get("preconditions") or {}, found["metadata"]):
+        current, options = self._object_or_404(), self.body or {}
+        if current is None or self._conflicts(options.get("preconditions") or {}, current["metadata"]):
             return
         foreground = options.get("propagationPolicy") == "Foreground"
-        left = self.cluster.delete(self.plural, self.name, self.namespace, foreground)
-        self._answer(200, left or {"kind": "Status", "status": "Success"})
+        marked = self.cluster.delete(self.plural, self.name, self.namespace, foreground)
+        self._answer(200, marked or {"kind": "Status", "status": "Success"})
 
     def _answer(self, status: int, value: Any, headers: dict[str, str] | None = None) -> None:
         if self.fault is not None and self.fault.drop_answer:
@@ -241,7 +241,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(status, json.dumps(value).encode(), {"Content-Type": "application/json", **(headers or {})})
 
     def _spoiled(self, status: int, value: Any) -> bool:
-        """Whether something else was answered."""
+        """Sends the replacement that `spoil` returns. Returns whether it did."""
         spoil = self.cluster.spoil if self.command == "GET" and status == 200 else None
         data = spoil(self.path, value) if spoil is not None else None
         if data is None:
@@ -290,7 +290,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(data)
             self.wfile.flush()
         except OSError:
-            self.close_connection = True  # the client has gone: that is its right
+            self.close_connection = True  # the client has closed the connection
 
 
 def _served(match: re.Match[str]) -> bool:
@@ -298,14 +298,14 @@ def _served(match: re.Match[str]) -> bool:
 
 
 def _instant(stamp: str) -> float:
-    """RFC 3339, in whole seconds; before all where there is none."""
+    """Parses RFC 3339 to whole seconds; 0 if there is no stamp."""
     if not stamp[:4].isdigit():
         return 0
     return datetime.fromisoformat(stamp[:19] + stamp[19:].lstrip(".0123456789").replace("Z", "+00:00")).timestamp()
 
 
 def merged(old: Any, new: Any) -> Any:
-    """What a merge patch makes of an object (RFC 7396)."""
+    """Returns the object after a merge patch (RFC 7396)."""
     if not isinstance(new, dict):
         return new
     old = old if isinstance(old, dict) else {}

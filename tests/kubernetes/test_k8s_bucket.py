@@ -1,4 +1,4 @@
-"""A job without any volume: what its pods write goes with them, and a bucket has the shards and the checkpoints."""
+"""A job without volumes: its pods' disks are lost with them, and a bucket has the shards and the checkpoints."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 
 
 def job(store: int, folder: Path, name: str, **more: Any) -> JobSpec:
-    """The example, small, with two nodes that share nothing."""
+    """Returns a small examples/bucket.yaml with two nodes that share no disk."""
     plain = yaml.safe_load((ROOT / "examples/bucket.yaml").read_text().replace("s3://BUCKET", "s3://bucket"))
     variables = environment(store)
     plain["env"] = {key: variables[key] for key in ("AWS_REGION", "AWS_ENDPOINT_URL")} | more.pop("env", {})
@@ -39,15 +39,15 @@ def job(store: int, folder: Path, name: str, **more: Any) -> JobSpec:
         "checkpoint.to": f"s3://bucket/runs/{name}", "checkpoint.every_steps": 4, "epochs": 2, "evaluate.every": 2, "threads": 1,
         "data.root": str(folder / f"data-{name}"), "model": "tests.nets:PacedNormed", "model_options": {},
     }  # fmt: skip
-    own = {"name": name, "image": "localhost:5000/local:1", "nodes": 2, "run_dir": f"/runs/{name}", "k8s": {}}
-    return JobSpec.of({**plain, **own, **more})
+    fields = {"name": name, "image": "localhost:5000/local:1", "nodes": 2, "run_dir": f"/runs/{name}", "k8s": {}}
+    return JobSpec.of({**plain, **fields, **more})
 
 
-def committed(store: int, prefix: str) -> list[int]:
-    """The steps of the checkpoints that a run's head names."""
+def committed_steps(store: int, prefix: str) -> list[int]:
+    """Returns the steps of the checkpoints that a run's head names."""
     if "head" not in objects(store, prefix):
         return []
-    return [kept["step"] for kept in json.loads(read(store, f"{prefix}/head"))["checkpoints"]]
+    return [checkpoint["step"] for checkpoint in json.loads(read(store, f"{prefix}/head"))["checkpoints"]]
 
 
 @pytest.mark.promise("kill-resume")
@@ -65,11 +65,11 @@ def test_a_lost_pod_resumes_on_an_empty_disk_from_the_bucket(
     )
     assert done.code == 0, done.output
     assert backend.submit(spec).created
-    poll(lambda: committed(store, "runs/stormy"), BOUND, "a checkpoint in the bucket")
+    poll(lambda: committed_steps(store, "runs/stormy"), BOUND, "a checkpoint in the bucket")
     running.kubelet.lose("stormy-worker-0")
     file.unlink()
-    found = backend.wait("stormy", BOUND)
-    assert found.state == "succeeded", (found, *backend.logs("stormy"))
+    status = backend.wait("stormy", BOUND)
+    assert status.state == "succeeded", (status, *backend.logs("stormy"))
     assert running.kubelet.starts["stormy-worker-0"] >= 2
     starts = [event["step"] for event in map(json.loads, backend.logs("stormy", rank=0)) if event["event"] == "start"]
     assert max(starts) > 0, "it began anew"

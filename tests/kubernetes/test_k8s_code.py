@@ -1,4 +1,4 @@
-"""Code of one's own in ConfigMaps: whatever happens to who submits, no job runs without its code, and nothing is left."""
+"""The code of `code:` in ConfigMaps: whenever a submission is killed, no job runs without its code, and no object is left."""
 
 from __future__ import annotations
 
@@ -20,17 +20,19 @@ from tests.product import JobSpec, UserError
 
 BOUND = 60
 pytestmark = [pytest.mark.usefixtures("rights"), pytest.mark.promise("code-archives")]
-"""Everything here is done with the rights of deploy/k8s/base alone."""
+"""All tests here have only the rights of deploy/k8s/base."""
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    found = tmp_path / "own"
-    found.mkdir()
-    (found / "train.py").write_text("import helper, os\nprint(helper.WORD, os.environ['LOCKSTEP_CODE'], flush=True)\n")
-    (found / "helper.py").write_text("WORD = 'submitted'\n")
-    (found / "weights.bin").write_bytes(os.urandom(1 << 20))
-    return found
+    code_folder = tmp_path / "own"
+    code_folder.mkdir()
+    (code_folder / "train.py").write_text(
+        "import helper, os\nprint(helper.WORD, os.environ['LOCKSTEP_CODE'], flush=True)\n"
+    )
+    (code_folder / "helper.py").write_text("WORD = 'submitted'\n")
+    (code_folder / "weights.bin").write_bytes(os.urandom(1 << 20))
+    return code_folder
 
 
 def spec(folder: Path, **more: Any) -> JobSpec:
@@ -42,7 +44,7 @@ def spec(folder: Path, **more: Any) -> JobSpec:
     return JobSpec.of({**values, **more})
 
 
-def held(cluster: Cluster) -> dict[str, Any]:
+def config_maps(cluster: Cluster) -> dict[str, Any]:
     return {item["metadata"]["name"]: item for item in cluster.all("configmaps")}
 
 
@@ -50,8 +52,8 @@ def job(cluster: Cluster) -> Any:
     return cluster.get("pytorchjobs", "own")
 
 
-def whole(maps: dict[str, Any], live: Any) -> bytes:
-    """The archive that a job's pods are shown."""
+def archive(maps: dict[str, Any], live: Any) -> bytes:
+    """Returns the archive that a job's pods mount."""
     (volume,) = [
         item
         for item in live["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["volumes"]
@@ -62,14 +64,16 @@ def whole(maps: dict[str, Any], live: Any) -> bytes:
 
 
 def complete(backend: Any, cluster: Cluster) -> bool:
-    """Whether the job's code is there, belongs to it, and is that of its record."""
-    owners = [item["metadata"].get("ownerReferences", [{}])[0].get("uid") for item in held(cluster).values()]
-    files = product.files_of_code(whole(held(cluster), job(cluster)), backend.require("own").plain["code"]["hash"])
+    """Returns whether the code is stored, is owned by the job, and has the hash of its record."""
+    owners = [item["metadata"].get("ownerReferences", [{}])[0].get("uid") for item in config_maps(cluster).values()]
+    files = product.files_of_code(
+        archive(config_maps(cluster), job(cluster)), backend.require("own").plain["code"]["hash"]
+    )
     return "train.py" in files and set(owners) == {job(cluster)["metadata"]["uid"]}
 
 
 def none_left(cluster: Cluster) -> bool:
-    return not held(cluster)
+    return not config_maps(cluster)
 
 
 @pytest.mark.promise("code-travels")
@@ -77,11 +81,15 @@ def test_the_maps_are_small_immutable_the_jobs_own_and_go_with_it(backend: Any, 
     assert backend.submit(spec(folder)).created
     changes = [path.rpartition("/")[2] for method, path, *_ in cluster.requests if method == "POST"]
     assert changes == ["pytorchjobs", "networkpolicies", "configmaps", "configmaps"], "first their owner"
-    assert complete(backend, cluster) and len(held(cluster)) == 2
-    for item in held(cluster).values():
+    assert complete(backend, cluster) and len(config_maps(cluster)) == 2
+    for item in config_maps(cluster).values():
         assert item["immutable"] is True and len(base64.b64decode(item["binaryData"]["part"])) <= 900 << 10
         assert "blockOwnerDeletion" not in item["metadata"]["ownerReferences"][0]
-    assert not backend.submit(spec(folder)).created and len(held(cluster)) == 2 and backend.drift(spec(folder)) == []
+    assert (
+        not backend.submit(spec(folder)).created
+        and len(config_maps(cluster)) == 2
+        and backend.drift(spec(folder)) == []
+    )
     cluster.requests.clear()
     backend.list(), backend.status("own")
     assert not [path for _, path, *_ in cluster.requests if "configmaps" in path]
@@ -93,26 +101,26 @@ def test_the_maps_are_small_immutable_the_jobs_own_and_go_with_it(backend: Any, 
 def test_the_job_runs_what_was_submitted_whatever_is_edited_meanwhile(
     backend: Any, cluster: Cluster, running: Running, folder: Path
 ) -> None:
-    running.held.update({"own-worker-0", "own-worker-1"})  # their image is being pulled
+    running.absent_pods.update({"own-worker-0", "own-worker-1"})  # their image is being pulled
     backend.submit(spec(folder))
     (folder / "helper.py").write_text("WORD = 'edited'\n")
     with pytest.raises(UserError, match="own exists with another spec .*code: "):
         backend.submit(spec(folder))
-    running.held.clear()
+    running.absent_pods.clear()
     assert backend.wait("own", BOUND).state == "succeeded", [*backend.logs("own")]
     identity = backend.require("own").plain["code"]["hash"]
-    told = {line.partition("] ")[2] for line in backend.logs("own") if "launch: warning: " not in line}
-    assert told == {f"submitted {identity}"}, (
+    output = {line.partition("] ")[2] for line in backend.logs("own") if "launch: warning: " not in line}
+    assert output == {f"submitted {identity}"}, (
         "what the ranks have printed; the launchers warn of a secret that is not set"
     )
     backend.submit(spec(folder), "replace")
     assert backend.require("own").plain["code"]["hash"] != identity
-    poll(lambda: len(held(cluster)) == 2, 60, "those of the first job are gone")
+    poll(lambda: len(config_maps(cluster)) == 2, 60, "those of the first job are gone")
     assert complete(backend, cluster)
 
 
-def submitting(wanted: JobSpec, cluster: Cluster, at: int) -> bool:
-    """Submits in a process that is killed before its change number `at` is carried out. Returns whether it came so far."""
+def submit_and_kill(job_spec: JobSpec, cluster: Cluster, at: int) -> bool:
+    """Submits in a process that is killed before its change number `at`. Returns whether the process was killed."""
     killed = threading.Event()
     count = iter(range(1000))
     start, ready = os.pipe()
@@ -121,7 +129,7 @@ def submitting(wanted: JobSpec, cluster: Cluster, at: int) -> bool:
         try:
             os.read(start, 1)
             with product.kubernetes() as backend:
-                backend.submit(wanted)
+                backend.submit(job_spec)
         finally:
             os._exit(0)
     os.close(start)
@@ -147,17 +155,17 @@ def submitting(wanted: JobSpec, cluster: Cluster, at: int) -> bool:
 def test_a_submitter_that_is_killed_between_any_two_steps(
     backend: Any, cluster: Cluster, folder: Path, then: str
 ) -> None:
-    wanted = spec(folder)
+    job_spec = spec(folder)
     steps, cluster.lag = 0, 0.05
-    while submitting(wanted, cluster, steps):
+    while submit_and_kill(job_spec, cluster, steps):
         steps += 1
         live = job(cluster)
-        assert live is None or live["spec"]["runPolicy"].get("suspend") or whole(held(cluster), live), (
+        assert live is None or live["spec"]["runPolicy"].get("suspend") or archive(config_maps(cluster), live), (
             "none runs without it"
         )
         if then == "submit":
-            backend.submit(wanted)
-            assert complete(backend, cluster) and len(held(cluster)) == 2, steps
+            backend.submit(job_spec)
+            assert complete(backend, cluster) and len(config_maps(cluster)) == 2, steps
         if job(cluster) is not None:
             backend.cancel("own")
         else:
@@ -172,27 +180,27 @@ def test_a_submitter_that_is_killed_between_any_two_steps(
 def test_two_at_once_leave_one_job_and_its_code(
     connect: Callable[..., Any], cluster: Cluster, folder: Path, tmp_path: Path
 ) -> None:
-    """Two submissions overlap, of the same job or of another one with its name. One job and its own code are left."""
+    """Two submissions overlap, with the same spec or with the same name. One job and its code remain."""
     backends = connect(), connect()
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / "train.py").write_text("print('other')\n")
+    other_folder = tmp_path / "other"
+    other_folder.mkdir()
+    (other_folder / "train.py").write_text("print('other')\n")
     cluster.faults.append(Fault("POST", r"(configmaps|networkpolicies)\?", delay=0.03, times=99))
-    for second in (folder, other, other):
-        said: list[Any] = []
+    for second in (folder, other_folder):
+        results: list[Any] = []
 
-        def go(backend: Any, own: Path, said: list[Any] = said) -> None:
+        def go(backend: Any, code: Path, results: list[Any] = results) -> None:
             try:
-                said.append(backend.submit(spec(own)))
+                results.append(backend.submit(spec(code)))
             except UserError as error:
-                said.append(str(error))
+                results.append(str(error))
 
         threads = [threading.Thread(target=go, args=pair) for pair in zip(backends, (folder, second))]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(30)
-        assert len(said) == 2 and complete(backends[0], cluster), said
+        assert len(results) == 2 and complete(backends[0], cluster), results
         backends[0].cancel("own")
         poll(lambda: none_left(cluster), 60, "the garbage collection")
 
@@ -201,8 +209,8 @@ def test_two_at_once_leave_one_job_and_its_code(
 def test_code_that_another_machine_has_packed_otherwise_is_not_mixed_with_ours(
     backend: Any, cluster: Cluster, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other machine was killed before its ConfigMaps were there. Our submission did not see its job before it sent its own."""
-    submitting(spec(folder), cluster, 1)
+    """The first submission was killed before it sent its ConfigMaps. The second submission did not see the first one's job."""
+    submit_and_kill(spec(folder), cluster, 1)
     packed = int(backend.require("own").plain["code"]["packed"])
     marks = job(cluster)["metadata"]["annotations"]
     marks["lockstep/spec"] = marks["lockstep/spec"].replace(f'"packed":{packed}', f'"packed":{packed + 1}')
@@ -210,7 +218,7 @@ def test_code_that_another_machine_has_packed_otherwise_is_not_mixed_with_ours(
     monkeypatch.setattr(backend, "find", lambda *_, **__: None)
     with pytest.raises(UserError, match="packed on another machine"):
         backend.submit(spec(folder))
-    assert not held(cluster) and job(cluster) is not None
+    assert not config_maps(cluster) and job(cluster) is not None
 
 
 def test_limits_of_the_cluster_are_named_and_nothing_is_left(backend: Any, cluster: Cluster, folder: Path) -> None:

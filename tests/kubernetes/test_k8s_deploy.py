@@ -1,4 +1,4 @@
-"""deploy/k8s builds and validates, and its Role grants what the backend calls: no less, and hardly more."""
+"""deploy/k8s builds and validates, and its Role grants the backend's requests and hardly more."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def documents(text: str) -> list[dict[str, Any]]:
 
 
 def test_all_components_build_on_the_base(tmp_path: Path) -> None:
-    """Also together, with kubectl's own kustomize."""
+    """All components build together, with kubectl's kustomize."""
     kubectl = shutil.which("kubectl")
     require(kubectl, "kubectl is not installed")
     components = sorted(path.name for path in (DEPLOY / "components").iterdir())
@@ -43,14 +43,16 @@ def test_all_components_build_on_the_base(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     built = documents(done.stdout)
     (egress,) = [item for item in built if item["metadata"]["name"] == "closed-egress"]
-    own = egress["spec"]["egress"][0]["to"][0]["podSelector"]["matchLabels"]
-    assert own.items() <= example()["metadata"]["labels"].items(), "a job's pods may reach each other"
+    selector = egress["spec"]["egress"][0]["to"][0]["podSelector"]["matchLabels"]
+    assert selector.items() <= example()["metadata"]["labels"].items(), "a job's pods may reach each other"
     ports = {(one["port"], one["protocol"]) for one in egress["spec"]["egress"][1]["ports"]}
     assert ports == set(pairs((53, 5353), ("UDP", "TCP"))), "OpenShift's DNS listens on 5353"
-    known = [item for item in built if item["apiVersion"] == "v1" or ".k8s.io/" in item["apiVersion"]]
-    known = [item for item in known if "kueue" not in item["apiVersion"]]
-    assert {"ResourceQuota", "PriorityClass", "ResourceClaimTemplate", "PodGroup"} <= {item["kind"] for item in known}
-    for item in known:
+    core_objects = [item for item in built if item["apiVersion"] == "v1" or ".k8s.io/" in item["apiVersion"]]
+    core_objects = [item for item in core_objects if "kueue" not in item["apiVersion"]]
+    assert {"ResourceQuota", "PriorityClass", "ResourceClaimTemplate", "PodGroup"} <= {
+        item["kind"] for item in core_objects
+    }
+    for item in core_objects:
         kubernetes_validate.validate(item, "1.36", strict=True)
 
 
@@ -81,19 +83,19 @@ def test_a_job_takes_a_component_with_the_patch_that_it_prints(component: str, r
 
 
 def example() -> dict[str, Any]:
-    """The pods of the example."""
+    """Returns the pod template of the example."""
     job = documents((DEPLOY / "example-pytorchjob.yaml").read_text())[1]
     return job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]
 
 
 def rules(file: str) -> list[dict[str, Any]]:
-    """Of a file's Role."""
-    found = next(item for item in documents((DEPLOY / file).read_text()) if item["kind"] == "Role")["rules"]
-    return found  # type: ignore[no-any-return]
+    """Returns the rules of a file's Role."""
+    role_rules = next(item for item in documents((DEPLOY / file).read_text()) if item["kind"] == "Role")["rules"]
+    return role_rules  # type: ignore[no-any-return]
 
 
-def granted(file: str) -> set[tuple[str, str, str]]:
-    """(verb, group, resource) of a file's Role."""
+def grants(file: str) -> set[tuple[str, str, str]]:
+    """Returns (verb, group, resource) of each grant in a file's Role."""
     return {
         (verb, *pair)
         for rule in rules(file)
@@ -109,8 +111,8 @@ def test_the_examples_volumes_and_ports_are_those_of_what_is_installed() -> None
     (monitor,) = documents((ROOT / "deploy/observability/kubernetes/podmonitor.yaml").read_text())
     ports = [item["port"] for item in monitor["spec"]["podMetricsEndpoints"]]
     (container,) = example()["spec"]["containers"]
-    made = [port["name"] for port in container["ports"] if port["name"].startswith("metrics")]
-    assert made and set(made) <= set(ports) and all(len(port) <= 15 for port in ports)
+    metrics_ports = [port["name"] for port in container["ports"] if port["name"].startswith("metrics")]
+    assert metrics_ports and set(metrics_ports) <= set(ports) and all(len(port) <= 15 for port in ports)
     assert monitor["spec"]["selector"]["matchLabels"].items() <= example()["metadata"]["labels"].items()
 
 
@@ -118,15 +120,15 @@ def test_the_examples_volumes_and_ports_are_those_of_what_is_installed() -> None
 def test_the_roles_hold_what_is_called_and_asked_for(
     backend: Any, cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A job goes through its whole life. The roles grant each request that it sends and `doctor` asks for, and nothing on secrets.
-    `exec` has a component."""
+    """A job is prepared, submitted, watched and cancelled. The roles grant each of these requests and those of `doctor`, and nothing
+    on secrets. `exec` has a component."""
     (tmp_path / "own").mkdir()
     (tmp_path / "own/train.py").touch()
-    own = {"code": str(tmp_path / "own"), "k8s": {"queue": "gpu"}, "volumes": [{"claim": "data", "path": "/data"}]}
+    fields = {"code": str(tmp_path / "own"), "k8s": {"queue": "gpu"}, "volumes": [{"claim": "data", "path": "/data"}]}
     values = {"name": "smoke", "recipe": "smoke", "image": "localhost:5000/a:1", "shards": "/data/digits"}
-    spec = JobSpec.of({**values, **own})
+    spec = JobSpec.of({**values, **fields})
     assert backend.prepare(spec).created and not backend.prepare(spec).created
-    cluster.say("smoke-prepare", {"type": "Succeeded"})
+    cluster.set_conditions("smoke-prepare", {"type": "Succeeded"})
     assert not backend.prepare(spec).created, "it has written them"
     assert "delete pytorchjob smoke-prepare" in capsys.readouterr().err
     backend.submit(spec)
@@ -136,22 +138,22 @@ def test_the_roles_hold_what_is_called_and_asked_for(
     assert backend.summary("smoke") == {"steps": 3} and len(backend.list()) == 2
     backend.wait("smoke", 2)
     backend.cancel("smoke")
-    called = set()
+    calls = set()
     for method, path, query, _ in cluster.requests:
         match = re.fullmatch(r"/apis?/(?:([^/]+)/)?v[^/]+/namespaces/team/([a-z]+)(?:/([^/]+)(/log)?)?", path)
         assert match is not None, f"{path} is not in the job's namespace"
         group, resource, name, sub = match.groups(default="")
         reading = "watch" if query.get("watch") else "get" if name else "list"
         verb = {"POST": "create", "PATCH": "patch", "DELETE": "delete", "GET": reading}[method]
-        called.add((verb, group, resource + sub))
-    assert {verb for verb, *_ in called} == {"create", "patch", "delete", "get", "list"}
-    assert called <= granted("base/rbac.yaml"), called - granted("base/rbac.yaml")
+        calls.add((verb, group, resource + sub))
+    assert {verb for verb, *_ in calls} == {"create", "patch", "delete", "get", "list"}
+    assert calls <= grants("base/rbac.yaml"), calls - grants("base/rbac.yaml")
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(spec.plain()))
-    for files, told in (
+    for files, results in (
         (("base",), {"rights": "ok", "exec": "note"}),
         (("base", "components/debug"), {"rights": "ok"}),
     ):
         cluster.allow(*({"rules": rules(f"{file}/rbac.yaml")} for file in files))
         rows = json.loads(lockstep(tmp_path, "doctor", "k8s", "job.yaml", "--json").stdout)
-        assert {row["name"]: row["result"] for row in rows if row["name"] in ("rights", "exec")} == told, rows
-    assert not any(resource == "secrets" or "*" in (verb, resource) for verb, _, resource in granted("base/rbac.yaml"))
+        assert {row["name"]: row["result"] for row in rows if row["name"] in ("rights", "exec")} == results, rows
+    assert not any(resource == "secrets" or "*" in (verb, resource) for verb, _, resource in grants("base/rbac.yaml"))

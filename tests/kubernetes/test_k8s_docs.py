@@ -1,11 +1,10 @@
 """The Kubernetes commands of the tutorial, as they are printed, against the emulated API server.
 
-The pods are real launchers with real ranks. An administrator's `kubectl apply` is not emulated: its objects are put there.
+The pods are real launchers with real ranks. An administrator's `kubectl apply` is not emulated: the test creates its objects.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from k8s_operator import Running
 from k8s_server import ApiServer
 
 from tests.checkout import copy_to, environment
+from tests.events import summary_of
 from tests.printed import Reader, pages
 from tests.processes import Result, poll, require
 
@@ -36,7 +36,7 @@ class Page(Reader):
     def own(self, text: str) -> str:
         runs = self.folder / "runs"  # a pod is a process of this machine, so the volume is a folder of the test
         table = {
-            "registry.example": "localhost:5000",  # the reader's to fill in
+            "registry.example": "localhost:5000",  # the reader fills it in
             "\nmemory: 2Gi": "\ncpus: 1\nmemory: 2Gi",  # both pods share this machine's cores
             "{claim: lockstep-runs, path: /runs}": f"{{claim: lockstep-runs, path: {runs}}}\nrun_dir: {runs}/job",
         }
@@ -58,22 +58,22 @@ class Page(Reader):
         return done
 
     def before(self, command: str) -> None:
-        if command.startswith("lockstep logs "):  # a rank says nothing before it has started
+        if command.startswith("lockstep logs "):  # a rank prints nothing before it has started
             lines = self.cluster.logs
-            first = re.compile(r'\[rank 0\].*"start"')  # a port that is taken is warned of before that
+            first = re.compile(r'\[rank 0\].*"start"')  # a warning of a busy port may come earlier
             poll(lambda: any(first.search(line) for pod in lines.values() for line in pod), BOUND, f"a log in {lines}")
 
     def after(self, command: str, done: Result) -> None:
-        """Doctor finds that the cluster has no operator, and says so. Once it is installed, only its rights are there."""
+        """`doctor` may exit with 1: before the installation it reports a missing operator."""
         assert done.code == 0 or (done.code == 1 and " doctor " in command), f"{command}\n{done.output}"
         if command.startswith("lockstep wait "):
-            summary = json.loads((self.folder / "runs/job/summary.json").read_text())
+            summary = summary_of(self.folder / "runs/job")
             assert "succeeded" in done.output and (summary["epochs"], summary["world_size"]) == (2, 2), summary
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A clone."""
+    """A copy of the checkout."""
     require(shutil.which("kubectl"), "kubectl is not installed")
     return copy_to(tmp_path / "lockstep")
 

@@ -1,4 +1,4 @@
-"""Each check of `doctor`: fine, missing, and "cannot tell"."""
+"""Each check of `doctor`: ok, missing, and "cannot tell"."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ pytestmark = pytest.mark.promise("k8s-states")
 
 @pytest.fixture
 def doctor(cluster: Cluster, tmp_path: Path) -> Doctor:
-    """Name → result and detail of each check, in a cluster that has all that the job needs."""
+    """Returns name → (result, detail) of each check. The cluster has everything that the job needs."""
     claim = {"spec": {"accessModes": ["ReadWriteMany"]}, "status": {"phase": "Bound"}}
     cluster.put("persistentvolumeclaims", {"metadata": {"name": "runs"}, **claim})
     cluster.put("localqueues", {"metadata": {"name": "gpu"}, "spec": {"clusterQueue": "all"}})
 
     def ask(**changes: Any) -> dict[str, tuple[str, str]]:
-        own = {**JOB["k8s"], **changes.pop("k8s", {})}
-        (tmp_path / "job.yaml").write_text(yaml.safe_dump({**JOB, **changes, "k8s": own}))
+        section = {**JOB["k8s"], **changes.pop("k8s", {})}
+        (tmp_path / "job.yaml").write_text(yaml.safe_dump({**JOB, **changes, "k8s": section}))
         done = lockstep(tmp_path, "doctor", "k8s", "job.yaml", "--json")
         rows = json.loads(done.stdout)
         assert done.returncode == any(row["result"] == "missing" for row in rows), done
@@ -40,36 +40,36 @@ def doctor(cluster: Cluster, tmp_path: Path) -> Doctor:
 
 
 def test_a_ready_cluster_is_ok_and_what_is_missing_is_named(doctor: Doctor, cluster: Cluster) -> None:
-    found = doctor()
-    assert {name for name, (result, _) in found.items() if result != "ok"} == {"start"} and len(found) >= 7, found
-    assert found["start"][0] == "cannot tell", "the quota is not to be seen"
+    checks = doctor()
+    assert {name for name, (result, _) in checks.items() if result != "ok"} == {"start"} and len(checks) >= 7, checks
+    assert checks["start"][0] == "cannot tell", "the quota is not to be seen"
     cluster.denied.add("create pods/exec")
     assert doctor()["exec"][0] == "note" and "deploy/k8s/components/debug" in doctor()["exec"][1], "no job needs it"
     cluster.unknown.add("pytorchjobs")
     cluster.denied |= {"create pytorchjobs", "create configmaps"}
     cluster.put("persistentvolumeclaims", {"metadata": {"name": "runs"}, "spec": {"accessModes": ["ReadWriteOnce"]}})
-    found = doctor()
-    wrong = {name for name, (result, _) in found.items() if result == "missing"}
-    assert wrong == {"custom resource", "rights", "volume"}, found
-    assert "configmaps" not in found["rights"][1], "a job with code needs them, and no other"
+    checks = doctor()
+    wrong = {name for name, (result, _) in checks.items() if result == "missing"}
+    assert wrong == {"custom resource", "rights", "volume"}, checks
+    assert "configmaps" not in checks["rights"][1], "a job with code needs them, and no other"
     cluster.incomplete = True
     assert doctor()["rights"][0] == "cannot tell", "an authorizer besides RBAC may grant them"
     cluster.remove("localqueues", "gpu")
     cluster.remove("persistentvolumeclaims", "runs")
-    found = doctor()
-    assert found["queue"][0] == found["volume"][0] == "missing"
+    checks = doctor()
+    assert checks["queue"][0] == checks["volume"][0] == "missing"
 
 
 @pytest.mark.usefixtures("rights")
 def test_the_rights_of_the_base_are_enough_to_ask(doctor: Doctor) -> None:
-    found = doctor()
-    assert {name for name, (result, _) in found.items() if result != "ok"} == {"start", "exec"}, found
+    checks = doctor()
+    assert {name for name, (result, _) in checks.items() if result != "ok"} == {"start", "exec"}, checks
 
 
 def test_a_403_is_no_verdict_and_no_cluster_ends_the_checks(doctor: Doctor, cluster: Cluster, tmp_path: Path) -> None:
     cluster.denied |= {"localqueues", "persistentvolumeclaims"}
-    found = doctor()
-    assert {found[name][0] for name in ("queue", "volumes")} == {"cannot tell"}
+    checks = doctor()
+    assert {checks[name][0] for name in ("queue", "volumes")} == {"cannot tell"}
     cluster.unknown.clear()
     cluster.denied.add("trainjobs")
     rows = json.loads(lockstep(tmp_path, "doctor", "k8s", "--json").stdout)

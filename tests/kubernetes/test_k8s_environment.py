@@ -1,4 +1,4 @@
-"""The operator's environment, emulated: 2 pods × 2 ranks train through the whole of submit, status, logs, wait."""
+"""Training in the operator's emulated environment: 2 pods × 2 ranks, with submit, status, logs and wait."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def program(tmp_path: Path, name: str, *command: str, **more: Any) -> JobSpec:
 
 
 def trained_here(spec: JobSpec, run_dir: Path, ranks: int) -> str:
-    """The same training without a cluster: the sha256 of its weights."""
+    """Trains the same job without a cluster. Returns the sha256 of its weights."""
     done = gang(ranks, "run", "smoke", "--run-dir", str(run_dir), "--set", *spec.assignments())
     assert done.code == 0, done.output
     return weights_digest(run_dir)
@@ -67,27 +67,27 @@ def test_a_lost_pod_is_replaced_and_the_weights_are_those_of_the_undisturbed_run
     env = {
         "LOCKSTEP_TEST_PACE": "0.25",
         "LOCKSTEP_TEST_PACE_FILE": str(file),
-    }  # it takes its time as long as that is there
+    }  # training is slow as long as the file exists
     spec = smoke(tmp_path, "stormy", env=env)
     assert backend.submit(spec).created
     poll(lambda: events(tmp_path / "stormy", "checkpoint_written"), BOUND, "a checkpoint")
     running.kubelet.lose("stormy-worker-0")  # rank 0, and the rendezvous with it
     file.unlink()
-    found = backend.wait("stormy", BOUND)
-    assert found.state == "succeeded", (found, *backend.logs("stormy"))
+    status = backend.wait("stormy", BOUND)
+    assert status.state == "succeeded", (status, *backend.logs("stormy"))
     assert running.kubelet.starts["stormy-worker-0"] >= 2
     starts = [event["step"] for event in events(tmp_path / "stormy", "start")]
     assert len(starts) >= 2 and max(starts) > 0, "training was not interrupted, or began anew"
-    assert found.ranks[0].ranks == [0, 1], "the operator may have taken the other pod away by now"
+    assert status.ranks[0].ranks == [0, 1], "the operator may have taken the other pod away by now"
     assert backend.summary("stormy")["world_size"] == 4
     assert [line for line in backend.logs("stormy", rank=0) if not line.startswith("{")] == []
-    assert found.goodput is not None and 0 < found.goodput["fraction"] < 1 and found.goodput["restarts"] >= 1
+    assert status.goodput is not None and 0 < status.goodput["fraction"] < 1 and status.goodput["restarts"] >= 1
     assert weights_digest(tmp_path / "stormy") == trained_here(spec, tmp_path / "calm", 4)
 
 
 @pytest.mark.promise("survivors")
 def test_the_others_train_on_while_a_lost_pod_is_replaced(backend: Any, running: Running, tmp_path: Path) -> None:
-    """`live: true`: the operator replaces the pod alone, and what comes takes the ranks of the lost one."""
+    """`live: true`: the operator replaces only the lost pod, and the new pod takes its ranks."""
     run, slow = tmp_path / "live", tmp_path / "slow"
     slow.touch()
     env = {"LOCKSTEP_TEST_PACE": "1", "LOCKSTEP_TEST_PACE_FILE": str(slow)}
@@ -101,15 +101,15 @@ def test_the_others_train_on_while_a_lost_pod_is_replaced(backend: Any, running:
     assert len([*(run / "restarts").iterdir()]) == 1, "the first pod counts for all"
     poll(lambda: len(events(run, "rank_joined")) == 2, BOUND, "the ranks of the new pod")
     slow.unlink()
-    found = backend.wait("live", BOUND)
-    assert found.state == "succeeded", (found, *backend.logs("live"))
-    assert found.goodput is not None and found.goodput["restarts"] == 0
+    status = backend.wait("live", BOUND)
+    assert status.state == "succeeded", (status, *backend.logs("live"))
+    assert status.goodput is not None and status.goodput["restarts"] == 0
     assert sorted(event["rank"] for event in events(run, "rank_lost")) == [2, 3]
     assert len(events(run, "start")) == 1 and running.kubelet.starts["live-worker-0"] == 1, "nobody else was restarted"
     assert weights_digest(run) == trained_here(spec, tmp_path / "whole", 1)
 
 
-ENDINGS: dict[str, tuple[str, str, int, int, int]] = {  # → state, exit code, how often it ran, pods
+ENDINGS: dict[str, tuple[str, str, int, int, int]] = {  # → state, exit code, runs, pods
     "usage": ("sys.exit(2)", "failed", 2, 1, 1),  # never again
     "crash": ("sys.exit(7)", "failed", 1, 3, 1),  # restarted within the pod
     "preempted": ("sys.exit(75 if count < 4 else 0)", "succeeded", 0, 4, 4),  # costs nothing
@@ -120,14 +120,13 @@ ENDINGS: dict[str, tuple[str, str, int, int, int]] = {  # → state, exit code, 
 @pytest.mark.promise("restarts")
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_max_restarts_hold_whatever_the_failure(backend: Any, running: Running, tmp_path: Path, ending: str) -> None:
-    """A job fails in four ways. It is restarted as often as `max_restarts` allows; the operator's own rule would restart it without an
-    end."""
+    """A job fails in four ways. It is restarted as often as `max_restarts` allows; the operator's rule alone has no limit."""
     ends, state, code, runs, pods = ENDINGS[ending]
     counts = tmp_path / "bad/restarts"
     text = f"import os, sys; file = open('{tmp_path}/runs', 'a'); file.write('x'); file.flush(); count = file.tell(); {ends}"
     backend.submit(program(tmp_path, "bad", "python", "-c", text, nodes=1, max_restarts=2, ranks_per_node=1))
-    found = backend.wait("bad", BOUND)
-    assert (found.state, found.code) == (state, code), (found, *backend.logs("bad"))
+    status = backend.wait("bad", BOUND)
+    assert (status.state, status.code) == (state, code), (status, *backend.logs("bad"))
     assert (tmp_path / "runs").read_text() == "x" * runs
     assert running.kubelet.starts["bad-worker-0"] == pods
     assert not list(counts.glob("*.json")), "the next job of this name would begin with an old count"
@@ -136,7 +135,7 @@ def test_max_restarts_hold_whatever_the_failure(backend: Any, running: Running, 
 def test_the_first_worker_that_is_done_takes_no_line_and_no_failure_away(
     backend: Any, running: Running, tmp_path: Path
 ) -> None:
-    """The operator ends a job of workers with the first that completes, and deletes the pods of the others."""
+    """The operator ends a job with the first worker that completes, and deletes the other pods."""
     text = f"""
     test $RANK = 1 && touch {tmp_path}/done && exit 0
     while ! test -e {tmp_path}/go; do sleep 0.05; done
@@ -145,8 +144,8 @@ def test_the_first_worker_that_is_done_takes_no_line_and_no_failure_away(
     poll((tmp_path / "done").exists, BOUND, "the other worker's end")
     assert backend.status("late").state == "running"
     (tmp_path / "go").touch()
-    found = backend.wait("late", BOUND)
-    assert (found.state, found.code) == ("failed", 2), found
+    status = backend.wait("late", BOUND)
+    assert (status.state, status.code) == ("failed", 2), status
     assert "the last line" in list(backend.logs("late", rank=0))
     assert running.kubelet.starts == {"late-worker-0": 1, "late-worker-1": 1}
 
@@ -155,15 +154,14 @@ def test_the_first_worker_that_is_done_takes_no_line_and_no_failure_away(
 def test_a_worker_that_comes_late_costs_no_restart(
     backend: Any, running: Running, cluster: Cluster, tmp_path: Path
 ) -> None:
-    """The first worker's image is still pulled. The other's launcher waits for it, longer than one question may take, and no restart is
-    counted."""
+    """The first worker's image is still pulled. The other launcher waits for longer than one request's timeout. No restart counts."""
     cluster.restricted = True  # the namespace runs what is rendered by default
-    running.held.add("slow-worker-0")  # rank 0's, and the rendezvous with it
+    running.absent_pods.add("slow-worker-0")  # the pod of rank 0, with the rendezvous
     backend.submit(program(tmp_path, "slow", "sh", "-c", "echo rank $RANK", max_restarts=1))
     poll(lambda: running.kubelet.starts.get("slow-worker-1"), BOUND, "the other worker")
     waits = running.kubelet.pods["slow-worker-1"].process
     with pytest.raises(subprocess.TimeoutExpired):
         waits.wait(5)
-    running.held.clear()
+    running.absent_pods.clear()
     assert backend.wait("slow", BOUND).state == "succeeded", list(backend.logs("slow"))
     assert running.kubelet.starts == {"slow-worker-0": 1, "slow-worker-1": 1}

@@ -29,7 +29,7 @@ def container(**fields: Any) -> dict[str, Any]:
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("LS001", {"name": "a" * 60}),
     ("LJ005", {"image": None}),
-    ("LS012", {"env": {"WORLD_SIZE": "8"}}),
+    ("LJ010", {"env": {"WORLD_SIZE": "8"}}),
     ("LJ006", {"env": {"HF_TOKEN": "abc"}}),
     ("LS019", {"volumes": [{"claim": "data", "path": "/data"}]}),
     ("LJ007", {"volumes": [{"claim": "runs", "path": "/runs", "read_only": True}, {"claim": "data", "path": "/data"}]}),
@@ -37,12 +37,16 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("LJ008", {"shards": "/elsewhere"}),
     ("LJ009", {"live": True, "nodes": 1}),
     ("LS042", {"image": "lockstep:cuda"}),
-    ("LS028", {"patch": {"kind": "Job"}}),
-    ("LS028", {"patch": {"metadata": {"labels": None}}}),
-    ("LS028", {"patch": {"metadata": {"name": "other"}}}),
-    ("LS028", {"patch": {"spec": {"runPolicy": None}}}),
-    ("LS028", {"patch": worker(metadata={"labels": {"lockstep/job": "other"}})}),
-    ("LS046", {"patch": worker(spec={"hostNetwork": True})}),
+    ("LJ011", {"patch": {"kind": "Job"}}),
+    ("LJ011", {"patch": {"metadata": {"labels": None}}}),
+    ("LJ011", {"patch": {"metadata": {"name": "other"}}}),
+    ("LJ011", {"patch": {"spec": {"runPolicy": None}}}),
+    ("LJ011", {"patch": worker(metadata={"labels": {"lockstep/job": "other"}})}),
+    ("LJ011", {"patch": worker(spec={"containers": None})}),
+    ("LJ011", {"patch": worker(spec=None)}),
+    ("LJ011", {"patch": {"spec": {"pytorchReplicaSpecs": None}}}),
+    ("LJ011", {"k8s": {"kind": "TrainJob", "patch": {"spec": {"runtimePatches": None}}}}),
+    ("LJ012", {"patch": worker(spec={"hostNetwork": True})}),
 ]  # fmt: skip
 AT = "spec.pytorchReplicaSpecs.Worker.template.spec"
 ONE_FIELD: list[tuple[dict[str, Any], str]] = [
@@ -59,12 +63,14 @@ ONE_FIELD: list[tuple[dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("patch", "told"), ONE_FIELD, ids=[told for _, told in ONE_FIELD])
-def test_a_patch_of_one_field_changes_one_field_and_is_shown(patch: dict[str, Any], told: str, tmp_path: Path) -> None:
-    """Also where another setting is changed later."""
+@pytest.mark.parametrize(("patch", "setting"), ONE_FIELD, ids=[setting for _, setting in ONE_FIELD])
+def test_a_patch_of_one_field_changes_one_field_and_is_shown(
+    patch: dict[str, Any], setting: str, tmp_path: Path
+) -> None:
+    """This holds for other settings of the job, too."""
     for more in ({}, {"image": "localhost:5000/b:2", "env": {"A": "1"}, "max_restarts": 5}):
-        found = product.findings("k8s", JobSpec.of({**GOOD, **more, "k8s": {**GOOD["k8s"], "patch": patch}}))
-        assert [(id, item.message) for id, item in found.items()] == [("LS046", f"k8s.patch sets {AT}{told}")]
+        notes = product.findings("k8s", JobSpec.of({**GOOD, **more, "k8s": {**GOOD["k8s"], "patch": patch}}))
+        assert [(id, item.message) for id, item in notes.items()] == [("LJ012", f"k8s.patch sets {AT}{setting}")]
 
 
 def test_a_patch_that_would_not_merge_is_refused() -> None:
@@ -74,20 +80,20 @@ def test_a_patch_that_would_not_merge_is_refused() -> None:
 
 
 def test_a_patch_of_a_trainjob_merges_alike() -> None:
-    own = {
+    replicated_job = {
         "name": "node",
         "template": {"spec": {"template": {"spec": {"containers": [{"name": "node", "workingDir": "/x"}]}}}},
     }
-    runtime = {"template": {"spec": {"replicatedJobs": [own]}}}
+    runtime = {"template": {"spec": {"replicatedJobs": [replicated_job]}}}
     section = {"kind": "TrainJob", "runtime": "lockstep"}
     (_, plain), _ = product.manifests("k8s", JobSpec.of({**GOOD, "k8s": section}))
     manager = plain["spec"]["runtimePatches"][0]["manager"]
     patch = {"spec": {"runtimePatches": [{"manager": manager, "trainingRuntimeSpec": runtime}]}}
     spec = JobSpec.of({**GOOD, "k8s": {**section, "patch": patch}})
     (_, job), _ = product.manifests("k8s", spec)
-    there = job["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"][0]
-    (node,) = there["template"]["spec"]["template"]["spec"]["containers"]
-    assert node["workingDir"] == "/x" and node["volumeMounts"] and list(product.findings("k8s", spec)) == ["LS046"]
+    merged_job = job["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"][0]
+    (node,) = merged_job["template"]["spec"]["template"]["spec"]["containers"]
+    assert node["workingDir"] == "/x" and node["volumeMounts"] and list(product.findings("k8s", spec)) == ["LJ012"]
 
 
 def findings(change: dict[str, Any]) -> set[str]:

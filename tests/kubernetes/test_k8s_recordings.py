@@ -31,16 +31,16 @@ EXACT = (
     "kind", "apiVersion", "group", "name", "namespace", "uid", "type", "status", "reason", "code", "finalizers",
     "deletionGracePeriodSeconds",
 )  # fmt: skip
-"""Of the others the type is compared. `message`: the texts are not those of the emulation yet."""
+"""Other fields are compared by type, `message` too: the emulation has other texts."""
 
 
-def recorded(name: str) -> list[Recorded]:
+def recording(name: str) -> list[Recorded]:
     return [json.loads(line) for line in (RECORDINGS / f"{name}.jsonl").read_text().splitlines()]
 
 
 def differences(real: Any, ours: Any, place: str = "") -> Iterator[str]:
-    """Where `ours` is not what the recording has. A Status has no more than that, and not its `details`, which Lockstep does not
-    read; an object may have more, but say its kind."""
+    """Yields where `ours` differs from the recording. A Status may not have more fields; its `details`, which Lockstep does not read,
+    are not compared. An object may have more fields, but not an unrecorded kind or apiVersion."""
     if isinstance(real, dict) and isinstance(ours, dict):
         real = {key: value for key, value in real.items() if key != "details" or real.get("kind") != "Status"}
         more = set(ours) - set(real)
@@ -60,8 +60,8 @@ def differences(real: Any, ours: Any, place: str = "") -> Iterator[str]:
         yield f"{place}: {ours!r}, recorded {real!r}"
 
 
-def asked(server: ApiServer, row: Recorded, token: str = "good") -> tuple[int, Any]:
-    """The emulation's answer to a request that was recorded: status and JSON."""
+def answer_to(server: ApiServer, row: Recorded, token: str = "good") -> tuple[int, Any]:
+    """Sends a recorded request. Returns the emulation's status and JSON."""
     headers = {"Authorization": f"Bearer {token}", "Accept": row["request_accept"]}
     kind, value = row.get("request_content_type"), row["request_body"]
     headers |= {"Content-Type": kind} if kind else {}
@@ -73,8 +73,8 @@ def asked(server: ApiServer, row: Recorded, token: str = "good") -> tuple[int, A
 
 
 def differs(server: ApiServer, row: Recorded, token: str = "good") -> list[str]:
-    """Where the emulation's answer is another one than was recorded."""
-    status, ours = asked(server, row, token)
+    """Returns the differences of the emulation's answer from the recorded one."""
+    status, ours = answer_to(server, row, token)
     return [*([] if status == row["status"] else [f"status {status}"]), *differences(row["response_body"], ours)]
 
 
@@ -83,7 +83,7 @@ def put(cluster: Cluster, plural: str, name: str, uid: str, **metadata: Any) -> 
     cluster.put(plural, {**item, "metadata": {"name": name, "uid": uid, **metadata}}, "lockstep")
 
 
-@pytest.mark.parametrize("row", recorded("lists"), ids=lambda row: row["path"].rpartition("/")[2] + row["step"][-6:])
+@pytest.mark.parametrize("row", recording("lists"), ids=lambda row: row["path"].rpartition("/")[2] + row["step"][-6:])
 def test_lists(server: ApiServer, cluster: Cluster, row: Recorded) -> None:
     plural = row["path"].rpartition("/")[2]
     for item in row["response_body"]["items"] or []:
@@ -92,7 +92,7 @@ def test_lists(server: ApiServer, cluster: Cluster, row: Recorded) -> None:
     assert differs(server, row) == []
 
 
-@pytest.mark.parametrize("row", recorded("failures"), ids=lambda row: f"{row['method']} {row['step']}")
+@pytest.mark.parametrize("row", recording("failures"), ids=lambda row: f"{row['method']} {row['step']}")
 def test_failures(server: ApiServer, cluster: Cluster, row: Recorded, request: pytest.FixtureRequest) -> None:
     put(cluster, "pytorchjobs", "l2", "14c51129-9baa-40cb-a39f-b668244f48fd")
     put(cluster, "pods", "lg-worker-0", "2")
@@ -110,8 +110,8 @@ def test_failures(server: ApiServer, cluster: Cluster, row: Recorded, request: p
 
 
 def test_deletion_in_the_foreground(server: ApiServer, cluster: Cluster) -> None:
-    """The job is there, marked, until its pod is gone."""
-    deleted, there, gone, no_other = recorded("foreground")[:4]
+    """The job stays, marked for deletion, until its pod is removed."""
+    deleted, there, gone, no_other = recording("foreground")[:4]
     uid = deleted["request_body"]["preconditions"]["uid"]
     put(cluster, "pytorchjobs", "wf", uid)
     cluster.graceful = True
@@ -122,27 +122,27 @@ def test_deletion_in_the_foreground(server: ApiServer, cluster: Cluster) -> None
         assert differs(server, row) == []
     poll(lambda: cluster.get("networkpolicies", "wf-1", "lockstep") is None, 60, "the collector's work")
     assert cluster.get("pods", "wf-worker-0", "lockstep")["metadata"]["deletionTimestamp"], "its pod is told to end"
-    assert asked(server, there)[0] == 200, "as long as the pod ends"
+    assert answer_to(server, there)[0] == 200, "as long as the pod ends"
     cluster.remove("pods", "wf-worker-0", "lockstep")
-    poll(lambda: asked(server, there)[0] == 404, 60, "the job's end")
+    poll(lambda: answer_to(server, there)[0] == 404, 60, "the job's end")
     for row in (gone, no_other):
         assert differs(server, row) == []
 
 
 def test_a_name_that_is_being_deleted(server: ApiServer, cluster: Cluster) -> None:
-    """Another controller's finalizer holds it: a second DELETE changes nothing, and a POST is a conflict."""
-    deleted, there, held, again, made = recorded("foreground")[4:]
+    """Another controller's finalizer keeps the object: a second DELETE changes nothing, and a POST is a conflict."""
+    deleted, there, held, again, made = recording("foreground")[4:]
     put(cluster, "pytorchjobs", "del", deleted["response_body"]["metadata"]["uid"], finalizers=["example.org/hold"])
     for row in (deleted, there):
         assert differs(server, row) == []
-    poll(lambda: len(asked(server, held)[1]["metadata"]["finalizers"]) == 1, 60, "the collector's work")
+    poll(lambda: len(answer_to(server, held)[1]["metadata"]["finalizers"]) == 1, 60, "the collector's work")
     for row in (held, again, made):
         assert differs(server, row) == []
 
 
-@pytest.mark.parametrize("row", recorded("operator"), ids=lambda row: row["scenario"])
+@pytest.mark.parametrize("row", recording("operator"), ids=lambda row: row["scenario"])
 def test_the_operator_says_what_was_recorded(cluster: Cluster, row: Recorded) -> None:
-    """Conditions in their order; events with their counts, but of what it repeats while it waits."""
+    """Conditions are compared in order, events with their counts. Events that repeat during a wait have no fixed count."""
     name, operator = row["job"], Operator(cluster, namespace="lockstep")
     job = {"metadata": {"name": name}, "spec": {"runPolicy": {"suspend": name == "sp"}, "pytorchReplicaSpecs": {}}}
     template = {"metadata": {"labels": {}}, "spec": {"containers": [{"name": "pytorch"}]}}
@@ -159,17 +159,20 @@ def test_the_operator_says_what_was_recorded(cluster: Cluster, row: Recorded) ->
     if name == "f137":
         operator.round()
     conditions = cluster.get("pytorchjobs", name, "lockstep")["status"]["conditions"]
-    assert [[one[key] for key in ("type", "status", "reason", "message")] for one in conditions] == row["conditions"]
-    events = [[one[key] for key in ("type", "reason", "message", "count")] for one in cluster.all("events", "lockstep")]
+    assert [[item[key] for key in ("type", "status", "reason", "message")] for item in conditions] == row["conditions"]
+    events = [
+        [item[key] for key in ("type", "reason", "message", "count")] for item in cluster.all("events", "lockstep")
+    ]
     repeated = ("PyTorchJobSuspended", "PyTorchJobResumed")
     ours, real = (
-        sorted([*one[:3], *one[3:] * (one[1] not in repeated)] for one in which) for which in (events, row["events"])
+        sorted([*item[:3], *item[3:] * (item[1] not in repeated)] for item in which)
+        for which in (events, row["events"])
     )
     if row["events"]:
         assert ours == real
 
 
-SAID = {
+STATUSES = {
     "ru": ("running", "2/2 pods run"),
     "su": ("succeeded", ""),
     "f1": ("failed", "f1-worker-1 ended with exit code 1"),
@@ -191,9 +194,9 @@ SAID = {
 
 
 @pytest.mark.promise("k8s-states")
-@pytest.mark.parametrize("row", recorded("jobs"), ids=lambda row: row["job"]["metadata"]["name"])
+@pytest.mark.parametrize("row", recording("jobs"), ids=lambda row: row["job"]["metadata"]["name"])
 def test_the_status_of_a_real_servers_objects(server: ApiServer, row: Recorded, tmp_path: Path) -> None:
-    """Jobs, pods and events as they were, for the command that a person types."""
+    """`lockstep status` reports the expected state for recorded jobs, pods and events."""
     cluster, job = server.cluster, row["job"]
     name, trains = job["metadata"]["name"], job["spec"].get("trainer", {}).get("numNodes")
     nodes = trains or job["spec"]["pytorchReplicaSpecs"]["Worker"]["replicas"]
@@ -204,10 +207,10 @@ def test_the_status_of_a_real_servers_objects(server: ApiServer, row: Recorded, 
     for plural, items in ((kind, [job]), ("pods", row["pods"]), ("events", row["events"]), ("jobs", makers)):
         for item in items:
             cluster.put(plural, item, "lockstep")
-    found = json.loads(lockstep(tmp_path, "status", "k8s", name, "--json").stdout)
-    state, reason = SAID[name]
-    assert found["state"] == state and reason in found["reason"], found
+    status = json.loads(lockstep(tmp_path, "status", "k8s", name, "--json").stdout)
+    state, reason = STATUSES[name]
+    assert status["state"] == state and reason in status["reason"], status
     if kind == "trainjobs" or name == "qa":
         (listed,) = json.loads(lockstep(tmp_path, "list", "k8s", "--json").stdout)
         assert listed["state"] == state
-    assert [part["restarts"] for part in found["ranks"]] == [0, int(name in ("f137", "oom"))][: len(row["pods"])]
+    assert [part["restarts"] for part in status["ranks"]] == [0, int(name in ("f137", "oom"))][: len(row["pods"])]

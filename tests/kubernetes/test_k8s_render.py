@@ -1,4 +1,4 @@
-"""Manifests: golden files, purity, strict CRD schemas, Kubernetes' own schemas, and 250 specs that hypothesis makes."""
+"""Manifests: golden files, purity, strict CRD schemas, Kubernetes' schemas, and 250 specs from hypothesis."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def replicas(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def validate(objects: list[dict[str, Any]]) -> None:
-    """Against the CRD, against Kubernetes' schemas, and for what schemas miss."""
+    """Validates objects against the CRD, against Kubernetes' schemas, and for rules that schemas lack."""
     policy, job = objects
     kubernetes_validate.validate(policy, "1.32", strict=True)
     assert job["apiVersion"] == crd(job["kind"])["apiVersion"]
@@ -76,7 +76,7 @@ def validate(objects: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("name", SPECS)
 def test_golden(name: str) -> None:
-    """`GOLDEN=write pytest` writes the files anew: read the diff before you commit it."""
+    """`GOLDEN=write pytest` rewrites the files: read the diff before you commit it."""
     spec = JobSpec.of(SPECS[name])
     objects, text = product.manifests("k8s", spec)
     if os.environ.get("GOLDEN") == "write":
@@ -99,12 +99,12 @@ def test_prepare_renders_a_valid_job(capsys: pytest.CaptureFixture[str]) -> None
     long = "a" * 40
     bucket = {"shards": "s3://bucket/digits", "volumes": [], "k8s": {"patch": {"spec": {"nprocPerNode": "9"}}}}
     for kind in ("PyTorchJob", "TrainJob"):  # LS001 refuses names that are too long
-        own = {"k8s": {"kind": kind}}
-        named = [
-            product.backend("k8s").preparation(JobSpec.of({**GPU, **own, "name": f"{long}{end}"}))
+        section = {"k8s": {"kind": kind}}
+        preparations = [
+            product.backend("k8s").preparation(JobSpec.of({**GPU, **section, "name": f"{long}{end}"}))
             for end in ("", "b", "c")
         ]
-        names = {objects[1]["metadata"]["name"] for _, objects in named}
+        names = {objects[1]["metadata"]["name"] for _, objects in preparations}
         assert len(names) == 3 and max(map(len, names)) == 48 and f"{long}-prepare" in names
     _, objects = product.backend("k8s").preparation(JobSpec.of({**GPU, **bucket}))
     assert objects[1]["spec"]["nprocPerNode"] == "1", "the patch is for the job"
@@ -114,7 +114,7 @@ def test_prepare_renders_a_valid_job(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_a_trainjob_may_mount_one_claim_twice() -> None:
-    """A server takes one mount of each volume in a TrainJob: there the claim is two volumes. In a PyTorchJob it is one."""
+    """A TrainJob may mount each volume once, so the claim is two volumes. In a PyTorchJob it is one volume."""
     volumes = [{"claim": "a", "path": "/runs"}, {"claim": "a", "path": "/data", "read_only": True}]
     for kind, count in (("TrainJob", 2), ("PyTorchJob", 1)):
         spec = JobSpec.of({**GPU, "volumes": volumes, "k8s": {"kind": kind}})
@@ -130,8 +130,8 @@ def test_a_trainjob_may_mount_one_claim_twice() -> None:
 
 
 def trainjob_pod(job: dict[str, Any]) -> dict[str, Any]:
-    (own,) = job["spec"]["runtimePatches"]
-    (node,) = own["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    (patch,) = job["spec"]["runtimePatches"]
+    (node,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
     return node["template"]["spec"]["template"]["spec"]
 
 
@@ -143,7 +143,7 @@ def test_the_examples_do_not_drift(job: str, rendered: str) -> None:
 
 
 def worker(**values: Any) -> dict[str, Any]:
-    """The pod of a job."""
+    """Returns the pod spec of a job."""
     (_, job), _ = product.manifests("k8s", JobSpec.of(values))
     return job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
 
@@ -156,7 +156,7 @@ def test_what_the_kubelet_would_expand_is_escaped() -> None:
 
 @pytest.mark.promise("growth")
 def test_a_thousand_nodes_cost_what_two_cost() -> None:
-    """Counted in function calls, which no busy machine can falsify."""
+    """The test counts function calls: load does not change them."""
 
     def calls(nodes: int) -> int:
         profile = cProfile.Profile()
@@ -169,9 +169,9 @@ def test_a_thousand_nodes_cost_what_two_cost() -> None:
 
 @pytest.mark.promise("other-users")
 def test_the_nodes_secret_comes_from_a_secret_of_the_users_own() -> None:
-    """By it the launchers know each other. It stands in no manifest."""
+    """The launchers authenticate each other with it. No manifest contains it."""
     pod = worker(**{**GPU, "secrets": {"LOCKSTEP_SECRET": {"secret": "team", "key": "nodes"}}})
-    (item,) = [one for one in pod["containers"][0]["env"] if one["name"] == "LOCKSTEP_SECRET"]
+    (item,) = [variable for variable in pod["containers"][0]["env"] if variable["name"] == "LOCKSTEP_SECRET"]
     assert item == {"name": "LOCKSTEP_SECRET", "valueFrom": {"secretKeyRef": {"name": "team", "key": "nodes"}}}
 
 
@@ -214,7 +214,7 @@ spec_values = st.fixed_dictionaries(
 
 
 def test_a_label_without_a_value_selects_nodes() -> None:
-    """As `node-role.kubernetes.io/gpu` has none."""
+    """`node-role.kubernetes.io/gpu`, for example, has no value."""
     pool = {"node-role.kubernetes.io/gpu": ""}
     values = {"name": "a", "recipe": "smoke", "image": "localhost:5000/a:1", "k8s": {"node_selector": pool}}
     (_, job), _ = product.manifests("k8s", JobSpec.of(values))
@@ -222,15 +222,15 @@ def test_a_label_without_a_value_selects_nodes() -> None:
 
 
 def test_any_spec_renders_a_valid_manifest_or_is_refused_in_one_line() -> None:
-    seen = {"refused": 0, "lint": 0, "valid": 0}
+    counts = {"refused": 0, "lint": 0, "valid": 0}
 
     @settings(max_examples=250, deadline=None)
     @given(spec_values)
     def check(values: dict[str, Any]) -> None:
-        seen[_outcome({**{key: value for key, value in values.items() if key != "what"}, **values["what"]})] += 1
+        counts[_outcome({**{key: value for key, value in values.items() if key != "what"}, **values["what"]})] += 1
 
     check()
-    assert min(seen.values()) >= 10, f"the specs are too much alike: {seen}"
+    assert min(counts.values()) >= 10, f"the specs are too much alike: {counts}"
 
 
 def _outcome(values: dict[str, Any]) -> str:
@@ -239,14 +239,14 @@ def _outcome(values: dict[str, Any]) -> str:
     except UserError as error:
         assert "\n" not in str(error)
         return "refused"
-    before = copy.deepcopy(spec.plain())
+    plain = copy.deepcopy(spec.plain())
     objects, text = product.manifests("k8s", spec)
-    assert text == product.manifests("k8s", JobSpec.of(json.loads(json.dumps(before))))[1], "render is not pure"
+    assert text == product.manifests("k8s", JobSpec.of(json.loads(json.dumps(plain))))[1], "render is not pure"
     assert list(yaml.load_all(text, LOADER)) == objects
-    assert spec.plain() == before
-    found = product.findings("k8s", spec, objects).values()
-    assert all("\n" not in item.message for item in found)
-    if any(item.level == "error" for item in found):
+    assert spec.plain() == plain
+    findings = product.findings("k8s", spec, objects).values()
+    assert all("\n" not in item.message for item in findings)
+    if any(item.level == "error" for item in findings):
         return "lint"
     validate(objects)
     return "valid"

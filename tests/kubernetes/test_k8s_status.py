@@ -1,4 +1,4 @@
-"""What becomes of a job's pods and nodes, and what lockstep says of it: each state is provoked once. Seen on Kubernetes 1.36."""
+"""States of a job's pods and nodes, and the status that lockstep reports. Each state was observed on Kubernetes 1.36."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SPEC = JobSpec.of(
     {"name": "smoke", "recipe": "smoke", "image": "localhost:5000/lockstep:1", "nodes": 2, "ranks_per_node": 2}
 )
 pytestmark = [pytest.mark.usefixtures("rights"), pytest.mark.promise("k8s-states")]
-"""Everything here is done with the rights of deploy/k8s/base alone."""
+"""All tests here have only the rights of deploy/k8s/base."""
 FAILED = {"type": "Failed", "message": "x"}
 PLACED = {"type": "PodScheduled", "status": "True"}
 
@@ -47,7 +47,7 @@ BOUND = "it has reached the specified backoff limit"
 LIMIT = "it was active longer than specified deadline"
 LOOPS = {"name": "pytorch", "restartCount": 4, "state": {"waiting": {"reason": "CrashLoopBackOff"}},
          "lastState": {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}}  # fmt: skip
-# What the pods are, the job's conditions, an event (of whom, reason, message) → state, exit code, and what the reason names.
+# The pods, the job's conditions, an event (object, reason, message) → state, exit code, words of the reason.
 STATES: dict[str, tuple[list[dict[str, Any]], list[dict[str, str]], tuple[str, ...], str, int, tuple[str, ...]]] = {
     "no pods": ([], [], (), "pending", 0, ("operator",)),
     "placed": ([{"phase": "Pending", "conditions": [PLACED]}, unplaced("0/3")], [], (), "unschedulable", 3, ("1/2 pods", "0/3")),
@@ -77,25 +77,25 @@ STATES: dict[str, tuple[list[dict[str, Any]], list[dict[str, str]], tuple[str, .
 
 @pytest.mark.parametrize("case", STATES)
 def test_status_says_why(backend: Any, cluster: Cluster, case: str) -> None:
-    pods, conditions, event, state, code, told = STATES[case]
+    pods, conditions, event, state, code, words = STATES[case]
     backend.submit(SPEC)
-    for number, status in enumerate(pods):
-        spec = {} if status["phase"] == "Pending" else {"nodeName": f"node-{number}"}
-        cluster.pod("smoke", f"smoke-worker-{number}", status, spec=spec)
+    for number, pod_status in enumerate(pods):
+        spec = {} if pod_status["phase"] == "Pending" else {"nodeName": f"node-{number}"}
+        cluster.pod("smoke", f"smoke-worker-{number}", pod_status, spec=spec)
     if event:
-        of = {"metadata": {"name": "e"}, "involvedObject": {"name": event[0]}, "type": "Warning"}
-        cluster.put("events", {**of, "reason": event[1], "message": event[2]})
-    if FAILED in conditions:  # the operator says so, or replaces the pod, seconds to minutes later
-        found = backend.status("smoke")
-        assert found.state == "restarting" and "smoke-worker" in found.reason, found
+        about = {"metadata": {"name": "e"}, "involvedObject": {"name": event[0]}, "type": "Warning"}
+        cluster.put("events", {**about, "reason": event[1], "message": event[2]})
+    if FAILED in conditions:  # the operator sets it, or replaces the pod, seconds to minutes later
+        status = backend.status("smoke")
+        assert status.state == "restarting" and "smoke-worker" in status.reason, status
     if conditions:
-        cluster.say("smoke", *conditions)
-    found = backend.status("smoke")
-    assert (found.state, found.code) == (state, code) and all(word in found.reason for word in told), found
+        cluster.set_conditions("smoke", *conditions)
+    status = backend.status("smoke")
+    assert (status.state, status.code) == (state, code) and all(word in status.reason for word in words), status
 
 
 def test_kueue_says_which_queue(backend: Any, cluster: Cluster) -> None:
-    """One that has v1beta1 only."""
+    """Kueue serves only v1beta1."""
     cluster.role = None
     backend.submit(JobSpec.of({**SPEC.plain(), "k8s": {"queue": "gpu"}}))
     cluster.faults.append(Fault("GET", "kueue.x-k8s.io/v1beta2", status=404, times=9))
@@ -106,11 +106,11 @@ def test_kueue_says_which_queue(backend: Any, cluster: Cluster) -> None:
         ({"type": "Preempted", "message": "by a higher priority"}, "queued"),
         ({"type": "Admitted"}, "pending"),
     ):
-        cluster.say("w", condition, plural="workloads")
-        found = backend.status("smoke")
-        assert found.state == state and (state == "pending" or f"{condition['message']}" in found.reason), found
-        assert state == "pending" or "queue gpu" in found.reason
-        if condition["type"] == "Preempted":  # Kueue lets it run with the next one
+        cluster.set_conditions("w", condition, plural="workloads")
+        status = backend.status("smoke")
+        assert status.state == state and (state == "pending" or f"{condition['message']}" in status.reason), status
+        assert state == "pending" or "queue gpu" in status.reason
+        if condition["type"] == "Preempted":  # the next condition lets it run
             cluster.change("pytorchjobs", "smoke", spec={"runPolicy": {}})
 
 
@@ -119,28 +119,30 @@ def test_kueue_says_which_queue(backend: Any, cluster: Cluster) -> None:
 
 @pytest.fixture
 def nodes(cluster: Cluster, backend: Any, monkeypatch: pytest.MonkeyPatch) -> Nodes:
-    """Two nodes, on whose clock the backend lives."""
-    found = Nodes(cluster, "node-0", "node-1")
-    product.on_clock(backend, found.clock, monkeypatch)
-    return found
+    """Two nodes. The backend uses their clock."""
+    nodes = Nodes(cluster, "node-0", "node-1")
+    product.on_clock(backend, nodes.clock, monkeypatch)
+    return nodes
 
 
 def test_a_node_that_dies_is_named_and_then_lost(
     backend: Any, cluster: Cluster, operator: Operator, nodes: Nodes
 ) -> None:
-    """Its pods keep the phase Running; that they are marked for deletion after five minutes changes nothing."""
+    """Pods of a dead node keep the phase Running, also when they are marked for deletion after five minutes."""
     backend.submit(SPEC)
     operator.round()
     nodes.die("node-1")
     nodes.clock.sleep(nodes.grace - 1)
     assert backend.status("smoke").reason == "2/2 pods run", "nobody knows yet"
     nodes.clock.sleep(1)
-    found, silent = backend.status("smoke"), nodes.clock.now
-    assert found.state == "running" and "node-1 of smoke-worker-1 does not answer" in found.reason, found
-    assert [part.state for part in found.ranks] == ["running", "unknown"]
-    found = backend.wait("smoke", 3600)
-    assert (found.state, found.code) == ("lost", 4) and "node-1" in found.reason, found
-    assert 300 <= nodes.clock.now - silent <= 300 + backend.interval, "within the five minutes that the docs promise"
+    status, silent_since = backend.status("smoke"), nodes.clock.now
+    assert status.state == "running" and "node-1 of smoke-worker-1 does not answer" in status.reason, status
+    assert [part.state for part in status.ranks] == ["running", "unknown"]
+    status = backend.wait("smoke", 3600)
+    assert (status.state, status.code) == ("lost", 4) and "node-1" in status.reason, status
+    assert 300 <= nodes.clock.now - silent_since <= 300 + backend.interval, (
+        "within the five minutes that the docs promise"
+    )
     assert cluster.get("pods", "smoke-worker-1")["metadata"]["deletionTimestamp"], "the taint manager was there, too"
 
 
@@ -152,16 +154,16 @@ def test_a_pod_that_ends_in_its_grace_is_not_called_silent(
     operator.round()
     nodes.evict(cluster.get("pods", "smoke-worker-1"))
     assert cluster.get("pods", "smoke-worker-1")["metadata"]["deletionTimestamp"]
-    found = backend.status("smoke")
-    assert (found.state, found.reason) == ("restarting", "smoke-worker-1 is being ended, and will be replaced")
-    assert [part.state for part in found.ranks] == ["running", "terminating"]
+    status = backend.status("smoke")
+    assert (status.state, status.reason) == ("restarting", "smoke-worker-1 is being ended, and will be replaced")
+    assert [part.state for part in status.ranks] == ["running", "terminating"]
 
 
-# Pods that were replaced: the operator leaves nothing of them but events, of which the texts were recorded.
+# Pods that were replaced: only the operator's events remain. Their texts are recorded.
 
 
 def die(cluster: Cluster, operator: Operator, code: int) -> None:
-    """The second pod's container ends so; the operator has replaced the pod a moment later, which waits for its node."""
+    """Ends the second pod's container with this code. The operator then replaces the pod."""
     finish(cluster, cluster.get("pods", "smoke-worker-1"), code)
     operator.round()
     operator.round()
@@ -173,43 +175,43 @@ def test_why_a_pod_was_replaced_and_how_often(backend: Any, cluster: Cluster, op
     for _ in range(4):
         die(cluster, operator, 137)
     operator.round()
-    found = backend.status("smoke")
-    assert (found.state, [part.restarts for part in found.ranks]) == ("running", [0, 4]), found
-    assert "exit code 137 (SIGKILL: it ran out of memory, was evicted" in found.ranks[1].reason
-    operator.held.add("smoke-worker-1")
+    status = backend.status("smoke")
+    assert (status.state, [part.restarts for part in status.ranks]) == ("running", [0, 4]), status
+    assert "exit code 137 (SIGKILL: it ran out of memory, was evicted" in status.ranks[1].reason
+    operator.absent_pods.add("smoke-worker-1")
     die(cluster, operator, 138)
-    found = backend.status("smoke")
-    assert found.state == "restarting" and "smoke-worker-1 was replaced: exit code 138" in found.reason, found
+    status = backend.status("smoke")
+    assert status.state == "restarting" and "smoke-worker-1 was replaced: exit code 138" in status.reason, status
     backend.cancel("smoke")
     backend.submit(SPEC)
-    operator.held.clear()
+    operator.absent_pods.clear()
     operator.round()
     assert [part.restarts for part in backend.status("smoke").ranks] == [0, 0], "those were of another job"
     evicted = cluster.get("pods", "smoke-worker-1")
     cluster.put("pods", {**evicted, "status": {"phase": "Failed", "reason": "Evicted", "message": "low on memory"}})
     assert "smoke-worker-1 was evicted: low on memory" in backend.status("smoke").reason
-    operator.held.add("smoke-worker-1")
+    operator.absent_pods.add("smoke-worker-1")
     operator.round()
-    found = backend.status("smoke")
-    assert found.state == "restarting" and "replaced: it ended without an exit code: it was evicted" in found.reason, (
-        found
-    )
+    status = backend.status("smoke")
+    assert (
+        status.state == "restarting" and "replaced: it ended without an exit code: it was evicted" in status.reason
+    ), status
 
 
 def test_the_failed_rank_is_named_when_its_pod_is_gone(backend: Any, cluster: Cluster, operator: Operator) -> None:
-    """The operator ends a job with the first pod that fails, and deletes those that still run."""
+    """The operator ends a job with the first pod that fails, and deletes the running pods."""
     backend.submit(SPEC)
     operator.round()
     finish(cluster, cluster.get("pods", "smoke-worker-1"), 2)
     operator.round()
     for name in ("smoke-worker-0", "smoke-worker-1"):
         cluster.remove("pods", name)
-    found = backend.status("smoke")
-    assert (found.state, found.code) == ("failed", 2) and "smoke-worker-1: wrong usage" in found.reason, found
+    status = backend.status("smoke")
+    assert (status.state, status.code) == ("failed", 2) and "smoke-worker-1: wrong usage" in status.reason, status
 
 
 def test_pods_of_others_are_not_counted(backend: Any, cluster: Cluster, operator: Operator) -> None:
-    """Pods of a predecessor that still end, and pods of others with the job's label, do not change the status."""
+    """Ending pods of an earlier job, and foreign pods with the job's label, do not change the status."""
     backend.submit(SPEC)
     operator.round()
     cluster.lag = 60.0
@@ -219,8 +221,8 @@ def test_pods_of_others_are_not_counted(backend: Any, cluster: Cluster, operator
     cluster.put(
         "pods", {"metadata": {"name": "x", "labels": {"lockstep/job": "smoke"}}, "status": ended(1), "spec": {}}
     )
-    found = backend.status("smoke")
-    assert (found.state, found.ranks) == ("pending", []), found
+    status = backend.status("smoke")
+    assert (status.state, status.ranks) == ("pending", []), status
 
 
 # Deletions that do not end.
@@ -229,42 +231,44 @@ def test_pods_of_others_are_not_counted(backend: Any, cluster: Cluster, operator
 def test_a_job_whose_node_has_died_is_cancelled_but_for_its_pod(
     backend: Any, cluster: Cluster, operator: Operator, nodes: Nodes
 ) -> None:
-    """`cancel` ends at once, and says which pod stays until the node is back or removed."""
+    """`cancel` ends at once, and names the pod that stays until the node is back or removed."""
     backend.submit(SPEC)
     operator.round()
     cluster.graceful, cluster.lag = True, 0.05
     nodes.die("node-1")
     nodes.clock.sleep(nodes.grace)
-    before, gone = nodes.clock.now, nodes.tick
+    start, tick_nodes = nodes.clock.now, nodes.tick
 
     def tick() -> None:
-        gone()
+        tick_nodes()
         if cluster.get("pods", "smoke-worker-0"):  # its kubelet answers
             cluster.remove("pods", "smoke-worker-0")
-        time.sleep(0.01)  # the collector lives by another clock
+        time.sleep(0.01)  # the collector uses the real clock
 
     nodes.tick = tick  # type: ignore[method-assign]
-    with pytest.raises(Unreachable, match="kubectl delete pod --force smoke-worker-1") as told:
+    with pytest.raises(Unreachable, match="kubectl delete pod --force smoke-worker-1") as error:
         backend.cancel("smoke")
-    assert "the node node-1 of smoke-worker-1 does not answer" in str(told.value)
-    assert nodes.clock.now - before < 30
-    found = backend.status("smoke")
-    assert "is being cancelled: the node node-1" in found.reason and "an administrator" in found.reason, found
-    assert [part.state for part in found.ranks] == ["unknown"]
+    assert "the node node-1 of smoke-worker-1 does not answer" in str(error.value)
+    assert nodes.clock.now - start < 30
+    status = backend.status("smoke")
+    assert "is being cancelled: the node node-1" in status.reason and "an administrator" in status.reason, status
+    assert [part.state for part in status.ranks] == ["unknown"]
 
 
 def test_a_fast_clock_of_ours_takes_no_pod_for_lost(backend: Any, cluster: Cluster, operator: Operator) -> None:
-    """The server's clock counts. By ours, an hour ahead, the pods should have ended long ago."""
+    """The server's clock counts. The client's clock is an hour ahead, past the end of the pods' grace period."""
     backend.submit(SPEC)
     operator.round()
     cluster.now = lambda: time.time() - 3600
     for number in range(2):
         cluster.change("pods", f"smoke-worker-{number}", metadata={"deletionTimestamp": cluster.stamp(30)})
-    found = backend.status("smoke")
-    assert [part.state for part in found.ranks] == ["terminating"] * 2 and "does not answer" not in found.reason, found
+    status = backend.status("smoke")
+    assert [part.state for part in status.ranks] == ["terminating"] * 2 and "does not answer" not in status.reason, (
+        status
+    )
 
 
-# What the run says of itself.
+# The status that the run prints.
 
 
 @pytest.mark.promise("survivors", "goodput")
@@ -278,7 +282,7 @@ def test_the_progress_that_the_run_prints_is_shown_with_the_time_before_it(backe
     cluster.pod("smoke", "smoke-worker-1", ended(137))
     shares = {"fraction": 0.9, "lost_to_restarts": 0.0, "restarts": 0}
     began = datetime(2026, 1, 2, 0, 1, 30, tzinfo=timezone.utc).timestamp()
-    said = {
+    event = {
         "event": "status",
         "time": began + 60,
         "code": None,
@@ -287,14 +291,14 @@ def test_the_progress_that_the_run_prints_is_shown_with_the_time_before_it(backe
         "attempt": 1,
         "ranks": [2, 4],
     }
-    lines = (json.dumps({**said, "step": step, "goodput": {**shares, "began": began}}) for step in (3, 41))
+    lines = (json.dumps({**event, "step": step, "goodput": {**shares, "began": began}}) for step in (3, 41))
     cluster.logs["smoke-worker-0"] = [f"2026-01-02T00:02:00Z [rank 1] {line}" for line in (*lines, "and more")]
-    found = backend.status("smoke")
-    assert found.state == "running" and found.reason.endswith(
+    status = backend.status("smoke")
+    assert status.state == "running" and status.reason.endswith(
         "exit code 137: see `lockstep logs`; the others train on, step 41, 2 of 4 ranks"
     )
-    assert found.goodput == shares
-    cluster.logs["smoke-worker-0"] = ["2026-01-02T00:02:00Z [rank 0] " + json.dumps({**said, "step": "many"})]
+    assert status.goodput == shares
+    cluster.logs["smoke-worker-0"] = ["2026-01-02T00:02:00Z [rank 0] " + json.dumps({**event, "step": "many"})]
     assert backend.status("smoke").goodput is None
 
 

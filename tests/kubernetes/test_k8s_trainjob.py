@@ -45,9 +45,9 @@ def test_a_trainjob_is_submitted_watched_and_read(backend: Any, cluster: Cluster
     pod(cluster, 0, "Failed")
     pod(cluster, 1)
     pod(cluster, 0, suffix="zzzzz", day=2)  # a batch Job keeps a failed pod and its replacement, under one index
-    found = backend.status("second")
-    ranks = {part.name: part.ranks for part in found.ranks}
-    assert (found.state, ranks) == ("running", {"second-node-0-0-zzzzz": [0, 1], "second-node-0-1-x7k2p": [2, 3]})
+    status = backend.status("second")
+    ranks = {part.name: part.ranks for part in status.ranks}
+    assert (status.state, ranks) == ("running", {"second-node-0-0-zzzzz": [0, 1], "second-node-0-1-x7k2p": [2, 3]})
     assert list(backend.logs("second", rank=3)) == ["3 in x7k2p"]
     cluster.unknown.add("pytorchjobs")
     assert [(row.name, row.nodes) for row in backend.list()] == [("second", 2)], "the other operator need not be there"
@@ -56,9 +56,9 @@ def test_a_trainjob_is_submitted_watched_and_read(backend: Any, cluster: Cluster
     assert backend.status("second").state == backend.list()[0].state == "queued"
     cluster.change("trainjobs", "second", spec={"suspend": False})
     for condition, state, code in (("Failed", "failed", 1), ("Complete", "succeeded", 0)):
-        cluster.say("second", {"type": condition, "reason": condition, "message": "m"}, plural="trainjobs")
-        found = backend.status("second")
-        assert (found.state, found.code) == (state, code), condition
+        cluster.set_conditions("second", {"type": condition, "reason": condition, "message": "m"}, plural="trainjobs")
+        status = backend.status("second")
+        assert (status.state, status.code) == (state, code), condition
     assert list(backend.logs("second", rank=0, follow=True)) == ["0 in zzzzz"], "of the new pod"
     active = {"conditions": [{"type": "Running", "status": "True"}], "jobsStatus": [{"name": "node", "ready": 1}]}
     cluster.change("trainjobs", "second", status=active)
@@ -80,16 +80,16 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_the_component_that_refuses_a_trainjob_is_named(backend: Any, cluster: Cluster, case: str) -> None:
-    status, message, told = REFUSED[case]
+    status, message, pattern = REFUSED[case]
     cluster.faults.append(Fault("POST", "/trainjobs", status=status, message=message, times=2))
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=pattern):
         backend.submit(SPEC)
     (row,) = backend.dry_run(SPEC)
-    assert row.result == "missing" and re.search(told, row.detail)
+    assert row.result == "missing" and re.search(pattern, row.detail)
 
 
 def test_pods_that_are_refused_are_reported(backend: Any, cluster: Cluster) -> None:
-    """The event is on the batch Job that makes the pods. `status` finds it there, and gives the reason."""
+    """The event is on the batch Job that makes the pods. `status` reports its reason."""
     backend.submit(SPEC)
     pod(cluster, 0)
     about = {"kind": "Job", "name": "second-node-0", "uid": "1"}
@@ -109,14 +109,14 @@ AUTO: dict[str, tuple[set[str], Fault | None, dict[str, Any], str]] = {
     "the training-operator alone": ({"trainjobs"}, None, {}, "pytorchjobs"),
     "Trainer alone": ({"pytorchjobs"}, None, {}, "trainjobs"),
 }
-"""What is not served, a fault, settings → what is made."""
+"""Kinds that are not served, a fault, settings → the kind of the job."""
 
 
 @pytest.mark.parametrize("case", AUTO)
 def test_the_kind_of_a_job_is_the_clusters(
     backend: Any, cluster: Cluster, case: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All commands find it, and so does the same job again, whatever has been installed since."""
+    """All commands find the job, also when the other kind is installed later."""
     cluster.unknown, fault, settings, plural = {*AUTO[case][0]}, *AUTO[case][1:]
     cluster.faults += [fault] if fault else []
     spec = JobSpec.of({**SPEC.plain(), "k8s": settings})
@@ -129,7 +129,7 @@ def test_the_kind_of_a_job_is_the_clusters(
     assert not backend.submit(spec).created and backend.drift(spec) == []
     assert backend.status("second").state == "pending" and [row.name for row in backend.list()] == ["second"]
     assert [*backend.logs("second")] == []
-    cluster.say("second", {"type": "Failed", "message": "m"}, plural=plural)
+    cluster.set_conditions("second", {"type": "Failed", "message": "m"}, plural=plural)
     assert backend.wait("second", 1).state == "failed"
     assert backend.submit(spec, "replace").created and len(cluster.all(plural)) == 1, "of the same kind"
     assert backend.cancel("second").state == "cancelled" and not cluster.all(plural)
@@ -138,7 +138,7 @@ def test_the_kind_of_a_job_is_the_clusters(
 def test_what_refuses_a_trainjob_makes_it_a_pytorchjob_decided_once(
     backend: Any, cluster: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By the rules and by the server, whose own words the note has."""
+    """A rule or the server refuses the TrainJob. The note quotes the server's message."""
     auto = {**SPEC.plain(), "k8s": {}}
     old = 'unknown field "spec.runtimePatches[0].x"'
     cases = {
@@ -152,8 +152,8 @@ def test_what_refuses_a_trainjob_makes_it_a_pytorchjob_decided_once(
         cluster.faults += [Fault("POST", "trainjobs.*dryRun", status, message, times=5)] if status else []
         assert backend.submit(JobSpec.of({**auto, "name": name})).created and cluster.get("pytorchjobs", name)
         cluster.faults = [fault for fault in cluster.faults if not fault.hits]
-        said = capsys.readouterr().err
-        assert message in said and ("Trainer 2.3" in said) == (name == "old"), (name, said)
+        stderr = capsys.readouterr().err
+        assert message in stderr and ("Trainer 2.3" in stderr) == (name == "old"), (name, stderr)
     cluster.faults.append(Fault("POST", "trainjobs.*dryRun", 403, "no"))
     runs = [JobSpec.of({**auto, "name": f"run-{index}"}) for index in range(3)]
     assert all(done.created for done in backend.sweep("run", runs)) and not cluster.all("trainjobs")

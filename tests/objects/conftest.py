@@ -1,12 +1,12 @@
-"""One server for the whole suite, and a proxy that each test disturbs for itself."""
+"""One server for the whole suite, and a proxy whose faults each test sets."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 
 import pytest
 
+from tests.events import weights_digest
 from tests.objects.server import Proxy, moto
 from tests.processes import ROOT
 from tests.warm.gang import running
@@ -28,7 +28,7 @@ def shared_proxy(server: int) -> Iterator[Proxy]:
 
 @pytest.fixture
 def proxy(shared_proxy: Proxy) -> Iterator[Proxy]:
-    """Nothing happens to a request before the test says so."""
+    """Yields a proxy without faults."""
     shared_proxy.reset()
     yield shared_proxy
     shared_proxy.reset()
@@ -43,4 +43,4 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
     ) as gang:
         done = gang.wait(240)
     assert done.code == 0, done.output
-    return str(json.loads((run_dir / "summary.json").read_text())["weights_sha256"])
+    return weights_digest(run_dir)

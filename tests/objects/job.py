@@ -1,7 +1,7 @@
 """python tests/objects/job.py RUN_DIR URL [NAME=VALUE …]: 12 steps, a checkpoint every three, a score that is best at step 6.
 
-STEPS: how many; WAIT: a file that it waits for after step 9; FRESH: it starts over. SERVER: the port of the server.
-PACE: the seconds for which it asks there whether a checkpoint has arrived before it makes the next one."""
+STEPS: number of steps; WAIT: file to wait for after step 9; FRESH: start over; SERVER: port of the server.
+PACE: seconds to wait until a checkpoint has arrived at the server, before each epoch."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from tests.processes import poll
 run_dir, url, *words = sys.argv[1:]
 
 
-def arrived(step: int) -> bool:
+def has_arrived(step: int) -> bool:
     with contextlib.suppress(urllib.error.HTTPError):  # there is no head yet
         head = json.loads(read(int(os.environ["SERVER"]), f"{url.removeprefix('s3://bucket/')}/head"))
-        return any(kept["step"] >= step for kept in head["checkpoints"])
+        return any(entry["step"] >= step for entry in head["checkpoints"])
     return False
 
 
@@ -45,7 +45,7 @@ with Session(run_dir, *SETTINGS, f"checkpoint.to={url}", *words, fresh=FRESH == 
     for _ in run.epochs(int(os.environ.get("STEPS", "12")) // 3):
         if run.steps and run.rank == 0 and (pace := float(os.environ.get("PACE", "0"))):
             with contextlib.suppress(AssertionError):
-                poll(lambda: arrived(run.steps), pace)
+                poll(lambda: has_arrived(run.steps), pace)
         for (batch,) in run.batches(torch.utils.data.TensorDataset(x), 16):
             run.step(lambda batch: model(batch).square().mean(), batch)
         run.log(accuracy=1.0 - abs(run.steps - 6) / 100)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from tests.events import weights_digest
 from tests.objects.server import Proxy, environment, objects, put, read
 from tests.processes import Result, poll
 from tests.ranks import gang, training
@@ -19,41 +19,41 @@ NAME = "shards"
 
 
 @pytest.fixture(scope="module")
-def sent(server: int, tiny: list[str]) -> str:
-    """The URL of the shards of the small run."""
+def shards_url(server: int, tiny: list[str]) -> str:
+    """Sends the small run's shards. Returns their URL."""
     done = training("shard", "smoke", "--out", f"s3://bucket/{NAME}", "--set", *tiny, env=environment(server))
     assert done.code == 0 and f"sent to s3://bucket/{NAME}" in done.output, done.output
     return f"s3://bucket/{NAME}"
 
 
 @pytest.fixture
-def here(proxy: Proxy, sent: str, tiny: list[str], tmp_path: Path) -> Node:
-    return Node(proxy, [*tiny, f"data.shards={sent}", "epochs=1"], tmp_path)
+def here(proxy: Proxy, shards_url: str, tiny: list[str], tmp_path: Path) -> Node:
+    return Node(proxy, [*tiny, f"data.shards={shards_url}", "epochs=1"], tmp_path)
 
 
 class Node:
-    """Runs on a node with its own disk, and their requests to the bucket."""
+    """Runs on a node with a separate disk, and their requests to the bucket."""
 
     def __init__(self, proxy: Proxy, settings: list[str], folder: Path) -> None:
         self.proxy, self.settings, self.folder = proxy, settings, folder
 
     def go(self, name: str = "run", *words: str, ranks: int = 1) -> Result:
-        given = [*self.settings, f"data.root={self.folder / 'data'}", *words]
-        run = ["run", "smoke", "--run-dir", str(self.folder / name), "--set", *given]
+        settings = [*self.settings, f"data.root={self.folder / 'data'}", *words]
+        run = ["run", "smoke", "--run-dir", str(self.folder / name), "--set", *settings]
         return gang(ranks, *run, env=environment(self.proxy.port))
 
     def weights(self, name: str = "run") -> str:
-        return str(json.loads((self.folder / name / "summary.json").read_text())["weights_sha256"])
+        return weights_digest(self.folder / name)
 
     @property
-    def kept(self) -> dict[str, Path]:
+    def shards(self) -> dict[str, Path]:
         return {path.name: path for path in (self.folder / "data/shards/fetched").glob("[!.]*")}
 
-    def fetched(self) -> Counter[str]:
-        """How often the body of each shard was sent, in full or in part."""
-        read = [path for method, path in self.proxy.requests if method == "GET" and path.endswith(".safetensors")]
-        found = [path for path in read if "/evaluated/" not in path]  # a checkpoint
-        return Counter(found)
+    def fetch_counts(self) -> Counter[str]:
+        """Returns how often each shard's body was sent, in full or in part."""
+        paths = [path for method, path in self.proxy.requests if method == "GET" and path.endswith(".safetensors")]
+        shards = [path for path in paths if "/evaluated/" not in path]  # a checkpoint
+        return Counter(shards)
 
 
 @pytest.fixture(scope="module")
@@ -61,21 +61,21 @@ def expected(tiny: list[str], tmp_path_factory: pytest.TempPathFactory) -> str:
     """Returns the weights of one rank that reads the shards of its local disk."""
     run_dir = tmp_path_factory.mktemp("local") / "run"
     assert gang(1, "run", "smoke", "--run-dir", str(run_dir), "--set", *tiny, "epochs=1").code == 0
-    return str(json.loads((run_dir / "summary.json").read_text())["weights_sha256"])
+    return weights_digest(run_dir)
 
 
 def test_a_node_fetches_each_shard_once_and_trains_as_from_its_disk(here: Node, expected: str) -> None:
     first = here.go("two", ranks=2)
     assert first.code == 0, first.output
-    assert len(here.kept) == 2 and set(here.fetched().values()) == {1} and len(here.fetched()) == 2
+    assert len(here.shards) == 2 and set(here.fetch_counts().values()) == {1} and len(here.fetch_counts()) == 2
     here.proxy.reset()
     second = here.go("one")
-    assert second.code == 0 and here.weights("one") == expected and not here.fetched(), second.output
-    file = next(iter(here.kept.values()))
+    assert second.code == 0 and here.weights("one") == expected and not here.fetch_counts(), second.output
+    file = next(iter(here.shards.values()))
     file.write_bytes(file.read_bytes()[:-1] + b"?")
     third = here.go("again")
     assert third.code == 0 and here.weights("again") == expected, third.output
-    assert list(here.fetched().values()) == [1]
+    assert list(here.fetch_counts().values()) == [1]
     done = training("evaluate", str(here.folder / "one"), "--trust-model", env=environment(here.proxy.port))
     assert done.code == 0 and "of 50" in done.output, done.output
 
@@ -91,7 +91,7 @@ def test_what_stays_damaged_is_named(here: Node) -> None:
     here.proxy.reset(lambda _, method, path: "flipped" if method == "GET" and "safetensors" in path else "")
     done = here.go()
     assert done.code == 2 and ".safetensors has sha256 " in done.output, done.output
-    assert not here.kept
+    assert not here.shards
     here.proxy.reset(lambda _, method, path: "403" if method == "GET" and "safetensors" in path else "")
     done = here.go()
     assert done.code == 2 and "data.shards cannot be used: s3://bucket/shards/" in done.output, done.output
@@ -106,12 +106,12 @@ def test_what_stays_damaged_is_named(here: Node) -> None:
 
 
 def test_shards_are_there_with_their_manifest_or_not_at_all(proxy: Proxy, tiny: list[str], tmp_path: Path) -> None:
-    """A sender that is killed leaves no manifest, and the next one sends all. Of two one succeeds, and the other says so."""
+    """A killed sender leaves no manifest, and the next sends all. Of two senders one succeeds, and the other reports it."""
     words = ["shard", "smoke", "--out", "s3://bucket/once", "--set", *tiny]
-    killed = []
+    kills = []
 
     def kill() -> None:
-        killed.append(1)
+        kills.append(1)
         process.end()
 
     proxy.kill = kill
@@ -119,13 +119,13 @@ def test_shards_are_there_with_their_manifest_or_not_at_all(proxy: Proxy, tiny: 
     with (tmp_path / "log").open("w") as log:
         process = start(["-m", "lockstep.training", *words], environment(proxy.port), log.fileno(), cwd=tmp_path)
         poll(lambda: process.poll() is not None, 120, "the end of the sender")
-    assert killed and len(objects(proxy.server, "once")) == 2
-    lost: list[str] = []
+    assert kills and len(objects(proxy.server, "once")) == 2
+    lost_paths: list[str] = []
 
     def once(_: int, method: str, path: str) -> str:
-        if lost or method != "PUT" or not path.endswith("manifest.json"):
+        if lost_paths or method != "PUT" or not path.endswith("manifest.json"):
             return ""
-        lost.append(path)
+        lost_paths.append(path)
         return "lost"
 
     proxy.reset(once)

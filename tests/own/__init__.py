@@ -1,1 +1,1 @@
-"""Loops of one's own, as strangers write them: scripts that know `lockstep.Session` and nothing else of ours."""
+"""Training loops as users write them: scripts that use `lockstep.Session` and nothing else of Lockstep."""

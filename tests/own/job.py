@@ -1,4 +1,4 @@
-"""One job of `loop.py`: how it is started, and what it left behind."""
+"""Starts a job of `loop.py`, and reads its checkpoints."""
 
 from __future__ import annotations
 
@@ -26,62 +26,62 @@ class OwnJob:
         self.variables = {"LOCKSTEP_THREADS": "1", **variables}
 
     def started(self, **extra: str) -> Any:
-        """Its ranks, forked; nothing of them is left at the end."""
+        """Forks the ranks. No process of theirs is left at the end."""
         return running([self.words] * self.ranks, clean_env(**{**self.variables, **extra}), self.grace)
 
     def go(self, timeout: float = 240, **extra: str) -> Result:
-        """One start, to its end."""
+        """Starts the job once, and waits for its end."""
         with self.started(**extra) as gang:
             done = gang.wait(timeout)
             poll(lambda: not gang.pids(), what="the end of every process")
         return done
 
     def leaves(self) -> dict[str, torch.Tensor]:
-        """Every tensor, array and number of the newest checkpoint, by its place; texts and times are left out."""
+        """Returns every tensor, array and number of the newest checkpoint, by its path. Leaves out texts and times."""
         return leaves(newest(self.run_dir))
 
 
 def script(ranks: int, code: str, run_dir: Path, *words: str, **variables: str) -> Result:
-    """One start of a script that stands in a test, on forked ranks."""
+    """Runs a script, given as text, on forked ranks."""
     with running([["-c", code, str(run_dir), *words]] * ranks, {"LOCKSTEP_THREADS": "1", **variables}) as started:
         return started.wait(240)
 
 
 def newest(run_dir: Path) -> dict[str, Any]:
-    """The newest checkpoint of a run, verified."""
+    """Returns the newest checkpoint of a run, verified."""
     return product.checkpoint(run_dir / f"checkpoints/step-{product.checkpoint_steps(run_dir)[0]:08d}")
 
 
 def shared(run_dir: Path) -> dict[str, Any]:
-    """What the ranks share in it: `model`, `average`, `optimizer`, …"""
-    found: dict[str, Any] = newest(run_dir)["shared"]
-    return found
+    """Returns what the ranks share in the newest checkpoint: `model`, `average`, `optimizer`, …"""
+    state: dict[str, Any] = newest(run_dir)["shared"]
+    return state
 
 
 def assert_weights(run_dir: Path, expected: dict[str, torch.Tensor], kind: str = "model", atol: float = 1e-10) -> None:
-    """Those of the newest checkpoint are near these."""
-    found = shared(run_dir)[kind]
-    assert found.keys() == expected.keys()
+    """Asserts that the newest checkpoint's weights are near `expected`."""
+    weights = shared(run_dir)[kind]
+    assert weights.keys() == expected.keys()
     for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=0, atol=atol, msg=f"{run_dir}: {kind}: {name}")
+        torch.testing.assert_close(weights[name], tensor, rtol=0, atol=atol, msg=f"{run_dir}: {kind}: {name}")
 
 
 def leaves(tree: Any, place: str = "") -> dict[str, torch.Tensor]:
     if isinstance(tree, torch.Tensor):
         return {place: tree}
-    if isinstance(tree, (int, float, np.ndarray)) and not place.startswith(TOLD_OTHERWISE):
+    if isinstance(tree, (int, float, np.ndarray)) and not place.startswith(PER_START):
         return {place: torch.as_tensor(tree)}
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, (list, tuple)) else ()
     return {name: leaf for key, value in items for name, leaf in leaves(value, f"{place}/{key}").items()}
 
 
-TOLD_OTHERWISE = ("/shared/trained_seconds", "/shared/history")
+PER_START = ("/shared/trained_seconds", "/shared/history")
 """Times and counts of starts."""
 
 
-def assert_same(one: OwnJob, other: OwnJob) -> None:
-    """Weights, optimizer, average, statistics, generators and values, to the bit."""
-    mine, theirs = one.leaves(), other.leaves()
-    assert mine.keys() == theirs.keys() and len(mine["/ranks/0/rng/python/1"]) == 625  # of the generator of Python
-    different = [name for name, leaf in mine.items() if not torch.equal(leaf, theirs[name])]
-    assert different == [], f"{one.words} on {one.ranks} ranks"
+def assert_same(job: OwnJob, reference: OwnJob) -> None:
+    """Compares weights, optimizer, average, statistics, generators and values, to the bit."""
+    actual, expected = job.leaves(), reference.leaves()
+    assert actual.keys() == expected.keys() and len(actual["/ranks/0/rng/python/1"]) == 625  # Python's generator
+    different = [name for name, leaf in actual.items() if not torch.equal(leaf, expected[name])]
+    assert different == [], f"{job.words} on {job.ranks} ranks"

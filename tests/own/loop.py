@@ -1,7 +1,7 @@
 """python tests/own/loop.py RUN_DIR KIND [NAME=VALUE …]: three epochs over 190 noisy images, with a scheduler and an average.
 
 KIND is `batches` (Lockstep's order; LOOP_WORKERS processes load) or `loader` (torch's DataLoader over a shuffled dataset).
-Or it is `part` (a permutation that the script draws itself) or `cursor` (a loader that keeps its own place).
+Or it is `part` (a permutation that the script draws itself) or `cursor` (a loader that saves its position).
 LOOP_EXACT=1: float64, no noise, dropout or batch statistics. LOOP_BATCH: samples of all ranks together a step.
 LOOP_HARD=1: micro-batches, clipping and a second optimizer, too.
 """
@@ -52,7 +52,7 @@ class Noisy(Dataset):  # type: ignore[type-arg]
 
 
 class Resumable:
-    """This rank's batches, drawn epoch by epoch; it knows how many of the epoch it has given."""
+    """Draws this rank's batches epoch by epoch, and counts the batches given in the epoch."""
 
     def __init__(self, data: Noisy, size: int, rank: int, ranks: int) -> None:
         self.data, self.size, self.rank, self.ranks = data, size, rank, ranks

@@ -100,7 +100,7 @@ STEP, Session.step = Session.step, paced  # type: ignore[method-assign]
 
 
 def thrown(run: Session) -> None:
-    """With `lose`, rank 2 is killed in the fourth step, when each of the others has been through a part of it."""
+    """With `lose`, rank 2 is killed in the fourth step, after each other rank has run a part of the step."""
     data = Noisy()
     model = run.replicate(
         nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3))
@@ -167,7 +167,7 @@ def twice(folder: str, *words: str) -> None:
 
 
 def changed(run: Session) -> None:
-    """The step is called with what the script has made of the batch."""
+    """The script changes the batch before the step."""
     model, data = small(run), Noisy()
     for _ in run.epochs(2):
         for x, _ in run.batches(data, 16):
@@ -175,7 +175,7 @@ def changed(run: Session) -> None:
 
 
 def grouped(run: Session) -> None:
-    """The script has its own process group."""
+    """The script makes a process group."""
     model, data, group = small(run), Noisy(), dist.new_group() if run.size > 1 else None
     for _ in run.epochs(1):
         for x, _ in run.batches(data, 16):

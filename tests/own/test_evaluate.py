@@ -1,4 +1,4 @@
-"""`run.evaluate`: every sample counts once, the bits are the same at any number of ranks, and an error of one rank holds none up."""
+"""`run.evaluate`: every sample counts once, the bits are the same at any number of ranks, and an error of one rank is raised on all."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests import product
-from tests.events import events
+from tests.events import events, summary_of
 from tests.own.job import script
 from tests.processes import PYTHON, require
 from tests.ranks import live
@@ -62,7 +62,7 @@ class Noisy(Dataset):  # from all generators
         x = X[index] + torch.randn(40) + random.random() + numpy.random.rand()
         return {"x": x, "y": Y[index], "draw": index + torch.rand((), dtype=torch.float64)}
 
-def plain(scores, network):  # as anybody would write it
+def plain(scores, network):  # without Lockstep
     totals = {}
     for at in range(0, COUNT, SIZE):
         with torch.no_grad():
@@ -83,11 +83,11 @@ with Session(sys.argv[1], sync=sys.argv[2]) as run:
         run.evaluate(lambda batch: evaluated.extend(batch["draw"].tolist()) or 0, Noisy(), SIZE)
         assert not set(evaluated) & set(trained), "an evaluation draws what no epoch has drawn"
         network, scores = scorer(run)
-        found = run.evaluate(scores, DATA, SIZE)
-        assert bits(found) == bits({name: torch.as_tensor(value) for name, value in plain(scores, network).items()})
-        assert bits(found) == bits(run.evaluate(scores, DATA, SIZE, workers=1))
-        torch.testing.assert_close(found["seen"] * COUNT, torch.ones(COUNT, dtype=torch.float64))
-        assert found["count"] == 1.0 and type(found["loss"]) is float and found["by_class"].dtype == torch.float64
+        result = run.evaluate(scores, DATA, SIZE)
+        assert bits(result) == bits({name: torch.as_tensor(value) for name, value in plain(scores, network).items()})
+        assert bits(result) == bits(run.evaluate(scores, DATA, SIZE, workers=1))
+        torch.testing.assert_close(result["seen"] * COUNT, torch.ones(COUNT, dtype=torch.float64))
+        assert result["count"] == 1.0 and type(result["loss"]) is float and result["by_class"].dtype == torch.float64
         torch.manual_seed(5); random.seed(5); numpy.random.seed(5)
         def draws(batch):
             return F.dropout(network(batch["x"])).sum() + random.random() + numpy.random.rand()
@@ -98,29 +98,29 @@ with Session(sys.argv[1], sync=sys.argv[2]) as run:
         assert run.evaluate(draws, Noisy(), SIZE, workers=2) == noisy, "by the seed, the sample and the batch alone"
         collated = run.evaluate(lambda x, count: count[0], DATA, 10, collate=pair)
         assert collated == 1.0 and run.evaluate(lambda x: len(x), X, 1000) == 1.0
-        told = bits(found) | {"noisy": noisy}
-        assert run.gather(told) == [told] * run.size
-        run.log(accuracy=found["accuracy"])
-        run.event("told", told=told)
+        report = bits(result) | {"noisy": noisy}
+        assert run.gather(report) == [report] * run.size
+        run.log(accuracy=result["accuracy"])
+        run.event("report", report=report)
 """
 
 
-def _told(run_dir: Path) -> dict[str, Any]:
-    found: dict[str, Any] = events(run_dir, "told")[-1]["told"]
-    return found
+def _report(run_dir: Path) -> dict[str, Any]:
+    report: dict[str, Any] = events(run_dir, "report")[-1]["report"]
+    return report
 
 
 def test_every_sample_counts_once_and_the_bits_are_those_of_one_rank(tmp_path: Path) -> None:
-    """The weights are made equal by `exact`, at whose numbers of ranks nothing else may differ. Other strategies agree with a plain
-    loop over their own weights."""
-    told = []
+    """`exact` trains equal weights on 1 and on 3 ranks, so the scores are equal. Other strategies agree with a plain loop over
+    their weights."""
+    reports = []
     for ranks, sync in ((1, "exact"), (3, "exact"), (2, "flat"), (2, product.FSDP)):
         run_dir = tmp_path / f"{sync}-{ranks}"
         done = script(ranks, CODE + SAME, run_dir, sync)
         assert done.code == 0, done.output
-        told.append(_told(run_dir))
-    assert told[0] == told[1]
-    assert 0 < told[0]["accuracy"] < 1 and told[0]["noisy"] != 0
+        reports.append(_report(run_dir))
+    assert reports[0] == reports[1]
+    assert 0 < reports[0]["accuracy"] < 1 and reports[0]["noisy"] != 0
 
 
 SIGNAL = """
@@ -134,9 +134,9 @@ with Session(sys.argv[1], "checkpoint.every_steps=1000", sync="exact") as run:
                 os.kill(os.getpid(), signal.SIGTERM)
             assert not (98 in ids and len(sys.argv) > 2 and epoch == 1 and not run.resumed), "it is to end before the last batch"
             return scores(x, y, ids)
-        found = run.evaluate(counted, DATA, 2)
-        run.log(accuracy=found["accuracy"])
-        run.event("told", told=bits(found))
+        result = run.evaluate(counted, DATA, 2)
+        run.log(accuracy=result["accuracy"])
+        run.event("report", report=bits(result))
 """
 
 
@@ -145,10 +145,10 @@ def test_a_signal_to_one_rank_ends_an_evaluation_on_all_and_the_next_start_makes
     assert script(1, CODE + SIGNAL, calm).code == 0
     ended = script(2, CODE + SIGNAL, run_dir, "signal")
     assert ended.code == 75 and "SIGTERM on rank 1" in ended.output, ended.output
-    assert len(events(run_dir, "told")) == 1
+    assert len(events(run_dir, "report")) == 1
     done = script(3, CODE + SIGNAL, run_dir, "signal")
     assert done.code == 0, done.output
-    assert _told(run_dir) == _told(calm) and len(events(run_dir, "told")) == 2
+    assert _report(run_dir) == _report(calm) and len(events(run_dir, "report")) == 2
     assert product.checkpoint_steps(run_dir)[0] == 4
 
 
@@ -172,7 +172,7 @@ class Broken(TensorDataset):
 
 with Session(sys.argv[1]) as run:
     net = begin(run)
-    told = {}
+    messages = {}
     cases = {
         "raises": (failing, DATA), "cannot be read": (len, Broken(X)), "names": (other_names, DATA), "lengths": (other_length, DATA),
         "type": (lambda x, y, ids: None, DATA), "matrix": (lambda x, y, ids: {"x": x}, DATA), "text": (lambda *_: {"x": "1"}, DATA),
@@ -184,19 +184,19 @@ with Session(sys.argv[1]) as run:
         try:
             run.evaluate(function, data, 8)
         except Exception as error:
-            told[name] = f"{type(error).__name__}: {error}"
+            messages[name] = f"{type(error).__name__}: {error}"
         run.gather(None)  # all ranks are here
     try:
         run.evaluate(failing, DATA, 0)
     except Exception as error:
-        told["size"] = f"{type(error).__name__}: {error}"
-    told["fine"] = run.evaluate(lambda x, y, ids: len(x), DATA)
+        messages["size"] = f"{type(error).__name__}: {error}"
+    messages["fine"] = run.evaluate(lambda x, y, ids: len(x), DATA)
     for epoch in run.epochs(1):
         train(run, net)
     if run.leader:
-        run.path("told.json").write_text(json.dumps(run.gather(told)))
+        run.path("report.json").write_text(json.dumps(run.gather(messages)))
     else:
-        run.gather(told)
+        run.gather(messages)
 """
 WANTED = {
     "raises": "sample 3 is broken", "cannot be read": "no such file",
@@ -213,13 +213,13 @@ WANTED = {
 def test_an_error_is_raised_on_all_ranks_and_no_rank_waits(tmp_path: Path, ranks: int) -> None:
     done = script(ranks, CODE + ERRORS, tmp_path / "run")
     assert done.code == 0, done.output
-    by_rank = json.loads((tmp_path / "run/files/told.json").read_text())
+    by_rank = json.loads((tmp_path / "run/files/report.json").read_text())
     wanted = {name: text for name, text in WANTED.items() if ranks == 2 or name not in ("shares", "order")}
     assert len(by_rank) == ranks
-    for told in by_rank:
-        assert told.pop("fine") == 1.0
-        assert told.keys() == wanted.keys()
-        assert [name for name, text in wanted.items() if text not in told[name]] == [], told
+    for messages in by_rank:
+        assert messages.pop("fine") == 1.0
+        assert messages.keys() == wanted.keys()
+        assert [name for name, text in wanted.items() if text not in messages[name]] == [], messages
     if ranks == 2:
         assert by_rank[1]["raises"].startswith("RuntimeError: rank 0: ")
         assert by_rank[0]["cannot be read"].startswith("RuntimeError: rank 1: ")
@@ -235,30 +235,30 @@ with Session(sys.argv[1], sync="exact", threads=1) as run:
             if run.rank == int(sys.argv[2]) and int(sys.argv[3]) in ids and run.size == 3 and epoch == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
             return scores(x, y, ids)
-        found = run.evaluate(counted, DATA, 4)  # 26 batches
-        run.log(accuracy=found["accuracy"])
-        run.event("told", told=bits(found), size=run.size)
+        result = run.evaluate(counted, DATA, 4)  # 26 batches
+        run.log(accuracy=result["accuracy"])
+        run.event("report", report=bits(result), size=run.size)
 """
 
 
 @pytest.mark.promise("survivors")
 def test_the_others_take_the_batches_of_a_rank_that_is_lost(tmp_path: Path) -> None:
-    """Rank 0's second batch is lost with its first, and the last one of rank 2 alone."""
+    """Rank 0 is killed in its second batch, and its first is lost too. Rank 2 loses only its last batch."""
     require(hasattr(os, "pidfd_open"), "needs Linux")
     (tmp_path / "job.py").write_text(CODE + LOST)
     job = str(tmp_path / "job.py")
     alone = python(job, str(tmp_path / "alone"), "0", "0")
     assert alone.code == 0, alone.output
-    expected = events(tmp_path / "alone", "told")
+    expected = events(tmp_path / "alone", "report")
     for rank, sample in ((0, 5), (2, 100)):
         run_dir = tmp_path / f"lost-{rank}"
         words = [PYTHON, job, str(run_dir), str(rank), str(sample)]
         with live("--ranks", "3", "--max-restarts", "0", "--", *words) as gang:
             done = gang.wait(240)
         assert done.code == 0, done.output
-        told = events(run_dir, "told")
-        assert [event["told"] for event in told] == [event["told"] for event in expected]
-        assert [event["size"] for event in told] == [2, 2] and len(events(run_dir, "rank_lost")) == 1
+        reports = events(run_dir, "report")
+        assert [event["report"] for event in reports] == [event["report"] for event in expected]
+        assert [event["size"] for event in reports] == [2, 2] and len(events(run_dir, "rank_lost")) == 1
 
 
 @pytest.mark.promise("survivors")
@@ -273,7 +273,7 @@ def test_a_rank_is_lost_while_a_recipe_is_scored(data_root: Path, tmp_path: Path
     with disturbed.launched("--max-restarts", "0", "--live", LOCKSTEP_TEST_FATE="1:-4:KILL") as gang:
         done = gang.wait(240)
     assert done.code == 0, done.output
-    expected, found = (json.loads((job.run_dir / "summary.json").read_text()) for job in (alone, disturbed))
+    expected, summary = (summary_of(job.run_dir) for job in (alone, disturbed))
     names = ("weights_sha256", "test_loss", "accuracy", "class_accuracy")
-    assert {name: found[name] for name in names} == {name: expected[name] for name in names}
+    assert {name: summary[name] for name in names} == {name: expected[name] for name in names}
     assert len(events(tmp_path / "live", "rank_lost")) == 1

@@ -1,4 +1,4 @@
-"""Scripts as people write them, `examples/NAME_plain.py`, and the same on a Session, `examples/NAME.py`."""
+"""Plain scripts, `examples/NAME_plain.py`, and the same scripts with a Session, `examples/NAME.py`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.events import status_of, weights_digest
 from tests.own.job import leaves, newest
 from tests.processes import PYTHON, ROOT, Result, clean_env
 from tests.ranks import live
@@ -40,16 +41,16 @@ SMALL = {
     "folders": {"EPOCHS": 5, "PATIENCE": 1, "BATCH": 16},
     "gan": {"EPOCHS": 2, "BATCH": 256, "WIDTH": 8},
 }
-"""What makes them short."""
+"""Constants that make the examples short."""
 
 
 def start(
     name: str, folder: Path, ranks: int, *settings: str, fate: str = "", survive: bool = False, **changed: float
 ) -> Result:
-    """One start in `folder`, with short constants; `fate` is RANK:STEP before which that rank is killed.
+    """Starts an example in `folder`, with short constants. `fate` is RANK:STEP before which that rank is killed.
 
     Args:
-        survive: under `launch --live`, with a restart for runs that cannot continue.
+        survive: Starts under `launch --live`, with a restart for runs that cannot continue.
     """
     folder.mkdir(exist_ok=True)
     constants = json.dumps({**SMALL.get(name.removesuffix("_plain"), {}), **changed})
@@ -72,7 +73,7 @@ def start(
 def test_killed_in_the_middle_and_started_again_it_ends_in_the_same_bits(
     tmp_path: Path, name: str, sync: str, fate: str
 ) -> None:
-    """Of two models one has stepped on its batch when the kill comes, and the other has not."""
+    """At the kill, one of two models has stepped on its batch, and the other has not."""
     ends = []
     for folder in (tmp_path / "undisturbed", tmp_path / "killed"):
         if folder.name == "killed":
@@ -81,11 +82,11 @@ def test_killed_in_the_middle_and_started_again_it_ends_in_the_same_bits(
         done = start(name, folder, 2, f"sync.name={sync}")
         assert done.code == 0 and ("Resuming at step" in done.output) == (folder.name == "killed"), done.output
         ends.append(leaves(newest(folder / "run")))
-    one, other = ends
-    assert one.keys() == other.keys() and len(one["/ranks/0/rng/python/1"]) == 625
-    assert [place for place, leaf in one.items() if not torch.equal(leaf, other[place])] == []
+    expected, actual = ends
+    assert expected.keys() == actual.keys() and len(expected["/ranks/0/rng/python/1"]) == 625
+    assert [place for place, leaf in expected.items() if not torch.equal(leaf, actual[place])] == []
     if name == "folders":
-        reason = json.loads((tmp_path / "killed/run/status.json").read_text())["reason"]
+        reason = status_of(tmp_path / "killed/run")["reason"]
         assert reason == "stopped: no better for 1 epochs"
         assert len(torch.load(tmp_path / "killed/run/files/predictions.pt")) == 27
 
@@ -99,7 +100,7 @@ def test_a_rank_that_is_lost_changes_no_bit(tmp_path: Path, name: str, fate: str
     for folder, ranks, killed in (("alone", 1, ""), ("live", 3, fate)):
         done = start(name, tmp_path / folder, ranks, "sync.name=exact", survive=folder == "live", fate=killed)
         assert done.code == 0, done.output
-        ends.append(json.loads((tmp_path / folder / "run/summary.json").read_text())["weights_sha256"])
+        ends.append(weights_digest(tmp_path / folder / "run"))
     assert ends[0] == ends[1]
     assert done.output.count("was lost after step") == 1, done.output
     assert ("all ranks start again" in done.output) == (name == "folders"), done.output
@@ -107,7 +108,7 @@ def test_a_rank_that_is_lost_changes_no_bit(tmp_path: Path, name: str, fate: str
 
 @pytest.mark.promise("session-same")
 def test_alone_it_trains_what_the_script_for_one_process_trains(tmp_path: Path) -> None:
-    """The example on one rank ends in the weights of the plain script. Dropout is off, as a step has its own generators."""
+    """The example on one rank ends in the weights of the plain script. Dropout is off, as a step has separate generators."""
     plain, *sessions = (
         start(name, tmp_path / f"{name}-{ranks}", ranks, DROPOUT=0.0)
         for name, ranks in (("gpt_plain", 1), ("gpt", 1), ("gpt", 2))
@@ -117,5 +118,5 @@ def test_alone_it_trains_what_the_script_for_one_process_trains(tmp_path: Path) 
     assert len(losses) == 3 and losses[2] < losses[0] - 0.1, losses
     for session in sessions:
         assert session.code == 0, session.output
-        found = [float(loss) for loss in re.findall(r"val_loss (\d+\.\d+)", session.output)]
-        assert found == pytest.approx(losses, abs=2e-4), session.output
+        session_losses = [float(loss) for loss in re.findall(r"val_loss (\d+\.\d+)", session.output)]
+        assert session_losses == pytest.approx(losses, abs=2e-4), session.output

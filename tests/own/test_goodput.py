@@ -1,4 +1,4 @@
-"""Where the time of a job goes: its seconds add up to a clock outside, whatever has happened to it."""
+"""The goodput's seconds add up to an outside clock, whatever happened to the job."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests import product
+from tests.events import summary_of
 from tests.own.job import script
 from tests.processes import PYTHON, Result, run
 
@@ -41,48 +42,48 @@ SLACK = 0.5
 
 @pytest.fixture(autouse=True, scope="module")
 def _warm(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What forks the ranks is there before a clock runs."""
+    """Starts the process that forks ranks before a clock runs."""
     assert script(1, "", tmp_path_factory.mktemp("warm")).code == 0
 
 
 def _goodput(*runs: Path) -> dict[str, Any]:
     done = run([PYTHON, "-m", "lockstep", "goodput", *map(str, runs), "--json"])
     assert done.code == 0, done.output
-    found: dict[str, Any] = json.loads(done.output)
-    return found
+    report: dict[str, Any] = json.loads(done.output)
+    return report
 
 
 def _assert_adds_up(run_dir: Path, began: float, done: Result) -> dict[str, Any]:
-    """Compares with a clock outside, from the first start to the end of the last one's script. Returns the output on the run."""
+    """Compares with an outside clock, from the first start to the end of the last start's script. Returns the total."""
     assert done.code == 0, done.output
     outside = max(map(float, re.findall(r"END (\S+)", done.output))) - began
     lines = [json.loads(line) for line in (run_dir / "time.jsonl").read_text().splitlines()]
     ending = sum(line["seconds"].get("ending", 0.0) for line in lines if line["attempt"] == lines[-1]["attempt"])
-    told: dict[str, Any] = _goodput(run_dir)["total"]
-    assert sum(told["seconds"].values()) == pytest.approx(told["wall_seconds"], rel=0.001)
-    assert told["wall_seconds"] - ending == pytest.approx(outside, rel=0.01, abs=SLACK)
-    assert told["seconds"]["unknown"] <= 0.02 * outside
-    return told
+    total: dict[str, Any] = _goodput(run_dir)["total"]
+    assert sum(total["seconds"].values()) == pytest.approx(total["wall_seconds"], rel=0.001)
+    assert total["wall_seconds"] - ending == pytest.approx(outside, rel=0.01, abs=SLACK)
+    assert total["seconds"]["unknown"] <= 0.02 * outside
+    return total
 
 
 def test_a_kill_costs_a_restart_and_the_steps_since_the_checkpoint(tmp_path: Path) -> None:
     began = time.monotonic()
     assert script(2, JOB, tmp_path / "killed", "flat", "1:35", "KILL").code == 1
     time.sleep(1.0)
-    told = _assert_adds_up(tmp_path / "killed", began, script(2, JOB, tmp_path / "killed", "flat"))
-    seconds, wall = told["seconds"], told["wall_seconds"]
+    total = _assert_adds_up(tmp_path / "killed", began, script(2, JOB, tmp_path / "killed", "flat"))
+    seconds, wall = total["seconds"], total["wall_seconds"]
     assert STEP * (STEPS - 3) < seconds["productive"] < 2 * STEP * STEPS, "each step once, but for the first ones"
     assert STEP * 5 <= seconds["taken_again"] < wall / 2 and seconds["down"] >= 1.0
-    assert seconds["evaluation"] >= 2 * 0.3 and told["restarts"] == 1
-    assert seconds["taken_again"] + seconds["down"] < told["lost_to_restarts"] * wall < 0.9 * wall
-    assert told["fraction"] == pytest.approx(seconds["productive"] / told["wall_seconds"], abs=0.001)
-    summary = json.loads((tmp_path / "killed/summary.json").read_text())["goodput"]
+    assert seconds["evaluation"] >= 2 * 0.3 and total["restarts"] == 1
+    assert seconds["taken_again"] + seconds["down"] < total["lost_to_restarts"] * wall < 0.9 * wall
+    assert total["fraction"] == pytest.approx(seconds["productive"] / total["wall_seconds"], abs=0.001)
+    summary = summary_of(tmp_path / "killed")["goodput"]
     assert summary["seconds"]["productive"] == pytest.approx(seconds["productive"], abs=0.01)
 
     both = _goodput(tmp_path / "killed", tmp_path / "killed")
     assert [each["run"] for each in both["runs"]] == [str(tmp_path / "killed")] * 2
-    assert both["total"]["wall_seconds"] == pytest.approx(2 * told["wall_seconds"], abs=0.01)
-    assert both["total"]["fraction"] == told["fraction"] and both["total"]["restarts"] == 2
+    assert both["total"]["wall_seconds"] == pytest.approx(2 * total["wall_seconds"], abs=0.01)
+    assert both["total"]["fraction"] == total["fraction"] and both["total"]["restarts"] == 2
     words = run([PYTHON, "-m", "lockstep", "goodput", str(tmp_path / "killed")]).output
     assert "lost to 1 restart" in words and "taken again" in words
     for missing in (tmp_path, tmp_path / "none"):
@@ -91,7 +92,7 @@ def test_a_kill_costs_a_restart_and_the_steps_since_the_checkpoint(tmp_path: Pat
 
 
 def test_a_clock_that_is_set_back_within_an_attempt_moves_nothing(tmp_path: Path) -> None:
-    """By a day before the last line of an attempt. The next attempt's gap is counted from there."""
+    """The clock is set back by a day before an attempt's last line. The next attempt's gap counts from that line."""
     assert script(1, JOB, tmp_path / "run", "flat", "0:15", "TERM").code == 75
     before = product.goodput(tmp_path / "run").plain()
     path = tmp_path / "run/time.jsonl"
@@ -115,8 +116,8 @@ def test_what_is_damaged_is_left_out_and_shown_as_unknown(tmp_path: Path) -> Non
         "9" * 99_999,
     ):
         lines.write_text("\n".join([*good[:2], bad, *good[3:]]) + "\n")
-        told = product.goodput(run_dir).plain()
-        assert told["wall_seconds"] == pytest.approx(whole["wall_seconds"], abs=0.01)
-        assert told["seconds"]["unknown"] == pytest.approx(
+        report = product.goodput(run_dir).plain()
+        assert report["wall_seconds"] == pytest.approx(whole["wall_seconds"], abs=0.01)
+        assert report["seconds"]["unknown"] == pytest.approx(
             whole["seconds"]["unknown"] + sum(json.loads(good[2])["seconds"].values()), abs=0.01
         )

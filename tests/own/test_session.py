@@ -1,4 +1,4 @@
-"""A loop of one's own computes what the plain loop computes, at every number of ranks; and says what cannot be meant."""
+"""A user's loop computes the plain loop's weights at every number of ranks. Arguments that cannot be meant are refused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import yaml
 
 from tests import product
-from tests.events import events
+from tests.events import events, status_of, summary_of
 from tests.nets import DyingPlain
 from tests.own.job import OwnJob, assert_weights, script
 from tests.processes import Result, clean_env
@@ -26,7 +26,7 @@ COUNT, BATCH = 190, 41
 
 @functools.cache
 def plain(hard: bool = False) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """`loop.py` as anybody would write it in one process, without us: the weights after three epochs, and their average.
+    """Trains `loop.py` in one process without Lockstep. Returns the weights after three epochs, and their average.
 
     `hard` is LOOP_HARD, over whole batches.
     """
@@ -78,8 +78,8 @@ def test_weights_and_average_are_those_of_the_plain_loop(tmp_path: Path, sync: s
 
 
 @pytest.mark.promise("session-same")
-def test_unequal_parts_of_a_loader_of_ones_own_count_for_what_they_are(tmp_path: Path) -> None:
-    """Rank 0 takes 30 of each 41 samples, rank 1 the others; only `samples` tells."""
+def test_unequal_parts_of_a_users_loader_count_by_their_samples(tmp_path: Path) -> None:
+    """Rank 0 takes 30 of each 41 samples, rank 1 the rest. Only `samples` states the sizes."""
     code = """
 import sys, torch, torch.nn.functional as F
 from lockstep import Session
@@ -108,7 +108,7 @@ with Session(sys.argv[1], sync="flat") as run:
 @pytest.mark.promise("named-rank")
 @pytest.mark.parametrize("sync", ["flat", "ddp", product.FSDP, product.HOOKS])
 def test_what_the_script_does_after_a_step_is_time_of_its_training(tmp_path: Path, sync: str) -> None:
-    """Rank 1 sleeps after each step, twice as long as its step took. It is named as the slow rank, on a busy machine, too."""
+    """Rank 1 sleeps after each step, twice as long as the step took. Rank 1 is the slow rank, also on a busy machine."""
     code = """
 import sys, time, torch
 from lockstep import Session
@@ -128,7 +128,7 @@ with Session(sys.argv[1], "sync.bucket_mb=1", sync=sys.argv[2]) as run:
     done = script(2, code, tmp_path / "run", sync)
     assert done.code == 0, done.output
     slept = [float(seconds) for seconds in re.findall(r"SLEPT (\S+)", done.output)]
-    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    summary = summary_of(tmp_path / "run")
     assert summary["steps"] == 20 and len(slept) == 19 and summary["trained_seconds"] > sum(slept)
     shares = []
     for rank in (0, 1):
@@ -233,6 +233,9 @@ WRONG = {
     "numbers that are not sums": (
         LOOP + "for x, y in run.batches(DATA, 16): run.step(lambda x: (m(x).sum(), {'hits': x}), x)",
         "TypeError", "returned hits as Tensor"),
+    "an optimizer that computes the loss again": (
+        "m = run.replicate(torch.nn.Linear(1, 1)); run.optimizer(torch.optim.LBFGS)", "error", "LBFGS computes the loss several times"),
+    "the sum of a tensor": ("make(run); run.sum(torch.ones(2))", "TypeError", "sum(run.gather(tensor))"),
 }  # fmt: skip
 """Lines, the kind of error, and the call, argument or setting that it names."""
 EACH = """
@@ -241,28 +244,28 @@ for name, lines in json.loads(sys.argv[2]).items():
     if os.fork():
         os.wait()
         continue
-    told = io.StringIO()
-    with contextlib.redirect_stderr(told):
+    output = io.StringIO()
+    with contextlib.redirect_stderr(output):
         try:
             exec(f"with Session(sys.argv[1] + '/' + name) as run:\\n    {lines}")
         except BaseException as error:
-            print(f"error: {told.getvalue()}" if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}", file=told)
-    print("SAID", json.dumps([name, told.getvalue()]), flush=True)
+            print(f"error: {output.getvalue()}" if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}", file=output)
+    print("SAID", json.dumps([name, output.getvalue()]), flush=True)
     os._exit(0)
 """
 
 
 @pytest.mark.promise("session-refuses")
 def test_arguments_that_cannot_be_meant_are_refused(tmp_path: Path) -> None:
-    """Runs each in its own run directory, in a fork of one process."""
+    """Runs each case in a fork, with a separate run directory."""
     cases = json.dumps({name: lines for name, (lines, *_) in WRONG.items()})
     done = python("-c", SCRIPT + EACH, str(tmp_path), cases, env=clean_env(LOCKSTEP_THREADS="1"))
     assert done.code == 0, done.output
-    said = dict(json.loads(line.removeprefix("SAID ")) for line in done.output.splitlines() if line.startswith("SAID "))
+    text = dict(json.loads(line.removeprefix("SAID ")) for line in done.output.splitlines() if line.startswith("SAID "))
     for name, (_, kind, named) in WRONG.items():
-        told = [line for line in said[name].splitlines() if line.startswith(f"{kind}: ")]
-        assert told and named in told[-1], (name, said[name])
-        assert json.loads((tmp_path / name / "status.json").read_text())["code"] == (2 if kind == "error" else 1), name
+        errors = [line for line in text[name].splitlines() if line.startswith(f"{kind}: ")]
+        assert errors and named in errors[-1], (name, text[name])
+        assert status_of(tmp_path / name)["code"] == (2 if kind == "error" else 1), name
 
 
 LOADERS = """
@@ -281,32 +284,23 @@ for name, loader, own in (
             for b in run.iterate(batches):
                 mine = own(run, b)
                 step(run, m, mine, samples=len(mine[1]))
-"""
-
-
-def test_ranks_that_are_given_the_same_batches_are_warned(tmp_path: Path) -> None:
-    """Of three loaders the last one gives all ranks the same batches, in a way that can be seen."""
-    done = script(2, SCRIPT + LOADERS, tmp_path / "run")
-    assert done.code == 0, done.output
-    before, shuffled = done.output.split("LOADER shuffled")
-    assert [piece.count("all ranks were given the same batch") for piece in (before, shuffled)] == [0, 1], done.output
-
-
-def test_loaders_of_different_lengths_are_named(tmp_path: Path) -> None:
-    """The ranks would wait for one another to the end of collective_timeout."""
-    lines = """
-with Session(sys.argv[1]) as run:
+with Session(f"{sys.argv[1]}-lengths") as run:
     m, o = make(run)
     for _ in run.epochs(1):
         for b in run.iterate([DATA[:8]] * (3 + run.rank)): step(run, m, b, samples=8)
 """
-    done = script(2, SCRIPT + lines, tmp_path / "run")
-    assert done.code == 1, done.output
-    assert "3 on rank 0, 4 on rank 1" in done.output, done.output
 
 
-@pytest.mark.parametrize("call", ["batches", "iterate"])
-def test_another_order_of_the_samples_on_a_rank_is_refused(tmp_path: Path, call: str) -> None:
+def test_ranks_that_are_given_the_same_batches_are_warned(tmp_path: Path) -> None:
+    """The third loader visibly gives all ranks the same batches. The fourth has another length on each rank: the ranks would wait for
+    one another until collective_timeout."""
+    done = script(2, SCRIPT + LOADERS, tmp_path / "run")
+    assert done.code == 1 and "3 on rank 0, 4 on rank 1" in done.output, done.output
+    before, shuffled = done.output.split("LOADER shuffled")
+    assert [piece.count("all ranks were given the same batch") for piece in (before, shuffled)] == [0, 1], done.output
+
+
+def test_another_order_of_the_samples_on_a_rank_is_refused(tmp_path: Path) -> None:
     """The ranks' datasets have another order, or other samples. Random transforms and paths of a rank's disk may differ. Images that two
     machines decode in different ways are a warning."""
     lines = """
@@ -332,19 +326,24 @@ with Session(sys.argv[1]) as run:
     assert run.evaluate(lambda *samples: len(samples), decoded, collate=list) == 1.0
     names.sort(key=lambda name: (name * (5 + 2 * run.rank)) % 64)  # as a set of names comes, whose order each process draws
     for _ in run.epochs(1):
+        try:
+            next(iter(run.batches(Files(names), 16, collate=list)))
+        except Exception as error:
+            print(f"error: {error}\\n", end="")  # one write: two ranks print at once
         files = Files(names)
         sampler = torch.utils.data.DistributedSampler(files, run.size, run.rank)
         loader = torch.utils.data.DataLoader(files, 8, sampler=sampler, collate_fn=list)
-        for b in run.batches(files, 16, collate=list) if sys.argv[2] == "batches" else run.iterate(loader): step(run, m, b)
+        for b in run.iterate(loader): step(run, m, b)
 """
-    done = script(2, SCRIPT + lines, tmp_path / "run", call)
-    said = f"error: run.{call}() needs the same dataset on every rank, in the same order, and rank 1 has other samples than rank 0"
-    assert done.code == 2 and done.output.count("error: ") == 1 and said in done.output, done.output
+    done = script(2, SCRIPT + lines, tmp_path / "run")
+    refused = "() needs the same dataset on every rank, in the same order, and rank 1 has other samples than rank 0"
+    counts = [done.output.count(f"error: run.{call}{refused}") for call in ("batches", "iterate")]
+    assert done.code == 2 and counts == [2, 1], done.output
     assert done.output.count("warning: rank 0: run.evaluate() needs the same dataset on every rank") == 1, done.output
 
 
 CHANGING = """
-import numpy
+import os, numpy
 class Kept(torch.utils.data.Dataset):
     def __init__(self):
         self.kept, self.targets, self.draws = {}, [0.0] * 64, numpy.random.default_rng(run.rank)
@@ -357,37 +356,42 @@ class Kept(torch.utils.data.Dataset):
             image = self.kept.setdefault(index, torch.full((3,), index))
             return image + torch.randn(3) + self.draws.normal(), index, self.targets[index]
         return torch.randn(3), index, self.targets[index]
-with Session(sys.argv[1]) as run:
-    m, o = make(run)
-    kind, data = sys.argv[2], Kept()
-    draws = data.draws.bit_generator.state
-    for epoch in run.epochs(3):
-        batches = run.batches(data, 16, workers=int(kind == "workers"))
-        assert epoch or data.draws.bit_generator.state == draws  # the script may have kept it
-        for image, index, *_ in batches:
-            for one in index:
-                data.targets[one] += 0.5 if kind == "targets" else 0.0
-            step(run, m, DATA[:8], samples=8)
-        data.targets = [epoch] * 64 if kind == "decoded" else data.targets  # alike on all ranks
+for kind in sys.argv[2:]:
+    os.environ["RANK"] == "0" and print("KIND", file=sys.stderr)
+    with Session(f"{sys.argv[1]}/{kind}") as run:
+        m, o = make(run)
+        data = Kept()
+        draws = data.draws.bit_generator.state
+        for epoch in run.epochs(3):
+            batches = run.batches(data, 16, workers=int(kind == "workers"))
+            assert epoch or data.draws.bit_generator.state == draws  # the script may have kept it
+            for image, index, *_ in batches:
+                for one in index:
+                    data.targets[one] += 0.5 if kind == "targets" else 0.0
+                step(run, m, DATA[:8], samples=8)
+            data.targets = [epoch] * 64 if kind == "decoded" else data.targets  # alike on all ranks
 """
 
 
-@pytest.mark.parametrize("kind", ["augmented", "targets", "decoded", "workers"])
-def test_a_dataset_that_changes_on_each_rank_by_its_samples_is_named(tmp_path: Path, kind: str) -> None:
-    """It caches augmented samples, or the loop writes targets into it. What it decodes, or what changes alike on all ranks, is not."""
-    done = script(2, SCRIPT + CHANGING, tmp_path / "run", kind)
-    named = "changes as it is read" in done.output
-    assert done.code == 0 and named == (kind in ("augmented", "targets")), done.output
+@pytest.mark.parametrize(
+    "kinds", [("decoded", "workers", "augmented"), ("targets",)]
+)  # a process prints a warning once
+def test_a_dataset_that_changes_on_each_rank_by_its_samples_is_named(tmp_path: Path, kinds: tuple[str, ...]) -> None:
+    """The dataset caches augmented samples, or the loop writes targets into it. Decoding, and changes alike on all ranks, are not named."""
+    done = script(2, SCRIPT + CHANGING, tmp_path, *kinds)
+    outputs = done.output.split("KIND\n")[1:]
+    named = [kind for kind, output in zip(kinds, outputs, strict=True) if "changes as it is read" in output]
+    assert done.code == 0 and named == [*kinds[-1:]], done.output
 
 
 def test_parts_are_of_one_batch_and_of_the_same_samples(tmp_path: Path) -> None:
-    """What a rank draws by its own samples moves its generators, and the next order is another one. Three ranks do not divide crops as
-    they divide their images. Paths may differ. Parts of an evaluation have any length."""
+    """Draws for a rank's samples move its generators, so the next order differs. Three ranks do not divide crops as they divide their
+    images. Paths may differ. Parts of an evaluation have any length."""
     lines = """
 import numpy as np
 with Session(sys.argv[1]) as run:
     m, o = make(run)
-    def told(*wholes):
+    def lengths(*wholes):
         try:
             return [len(run.part(whole)) for whole in wholes]
         except Exception as error:
@@ -395,24 +399,24 @@ with Session(sys.argv[1]) as run:
     for _ in run.epochs(1):
         for _ in run.iterate(range(2)):
             step(run, m, DATA[run.part(torch.randperm(15))])
-            found = [told(torch.arange(9) + run.rank), told([run.rank] * 9), told(torch.ones(9)[run.rank :])]
-            found += [told([f"/disk-{run.rank}"] * 9, range(18)), told(torch.randn(9, 2) + run.rank), told(torch.ones(20, 2))]
+            results = [lengths(torch.arange(9) + run.rank), lengths([run.rank] * 9), lengths(torch.ones(9)[run.rank :])]
+            results += [lengths([f"/disk-{run.rank}"] * 9, range(18)), lengths(torch.randn(9, 2) + run.rank), lengths(torch.ones(20, 2))]
             quantized = torch.quantize_per_tensor(torch.ones(9), 0.1, 0, torch.qint8)
             others = np.arange(9)[::-1], np.ones(9)[::-1], np.arange(9, dtype=">i8"), np.ones((9, 2), ">f8"), quantized
-            found += [told(*others, np.frombuffer(bytes(9), "u1"), np.zeros(9, "M8[s]"), np.zeros(9, [("x", int)]))]
+            results += [lengths(*others, np.frombuffer(bytes(9), "u1"), np.zeros(9, "M8[s]"), np.zeros(9, [("x", int)]))]
             try:
                 step(run, m, DATA[:3], samples=3)
             except Exception as error:
-                found += [str(error)]
-            run.sum(1)  # an evaluation of one's own
+                results += [str(error)]
+            run.sum(1)  # the script's evaluation
             step(run, m, DATA[run.part(torch.arange(15))])
-            print("\\n".join(f"rank {run.rank}: {one}" for one in found))
-            torch.rand(run.rank + 1)  # as who draws for each sample
+            print("\\n".join(f"rank {run.rank}: {result}" for result in results))
+            torch.rand(run.rank + 1)  # as draws for each sample do
 """
     done = script(3, SCRIPT + lines, tmp_path / "run")
     another = "run.part(batch) needs the same batch on every rank, and rank 1 has "
     lengths = "run.part() cuts 9 and 20 entries for one step, and 3 ranks do not divide both at the same samples"
-    counts = [done.output.count(f"{told}{another}") for told in ("error: ", "rank 2: ")]
+    counts = [done.output.count(f"{prefix}{another}") for prefix in ("error: ", "rank 2: ")]
     assert done.code == 2 and counts == [1, 4] and done.output.count(f": {lengths}") == 3, done.output
     assert [done.output.count(f": {some}\n") for some in ([3, 6], [7], [3] * 8)] == [3, 2, 3], done.output
     assert "not writable" not in done.output, done.output
@@ -426,12 +430,12 @@ with Session(sys.argv[1]) as run:
         for b in run.batches(DATA, 16): step(run, m, b)
 """
     done = script(3, SCRIPT + lines, tmp_path / "run")
-    said = 'error: a global batch of 16 cannot be divided among 3 ranks: make it 15 or 18, or choose uneven="weight"'
-    assert done.code == 2 and done.output.count("16") == 1 and said in done.output, done.output
+    message = 'error: a global batch of 16 cannot be divided among 3 ranks: make it 15 or 18, or choose uneven="weight"'
+    assert done.code == 2 and done.output.count("batch of 16") == 1 and message in done.output, done.output
 
 
 def test_an_evaluation_that_looks_for_signals_keeps_the_saves_that_are_due(tmp_path: Path) -> None:
-    """What the ranks agree on at a boundary is read by the next call, and that is the evaluation's."""
+    """The next call reads what the ranks agreed on at a boundary. Here it is the evaluation's call."""
     lines = """
 import pathlib, time
 with Session(sys.argv[1], "checkpoint.every_seconds=1", "checkpoint.keep=100") as run:
@@ -449,22 +453,24 @@ with Session(sys.argv[1], "checkpoint.every_seconds=1", "checkpoint.keep=100") a
     assert len(events(tmp_path / "run", "checkpoint_written")) > 3, "the last one is that of the end"
 
 
-def test_a_script_that_continues_has_its_handlers_back(tmp_path: Path) -> None:
+def test_a_script_that_continues_has_its_handlers_and_generators_back(tmp_path: Path) -> None:
     code = """
-import signal, sys
+import random, signal, sys, numpy as np, torch
 from lockstep import Session
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
 
 def now():
-    return signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT), signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    drawn = str([random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()])
+    return signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT), signal.pthread_sigmask(signal.SIG_BLOCK, ()), drawn
 
 before = now()
 try:
     with Session(sys.argv[1]) as run:
+        random.random(), np.random.rand(), torch.rand(1)
         sys.exit(7)
 except SystemExit as left:
     print("left", left.code)
-assert now() == before, (now(), before)
+assert now() == before
 """
     done = script(1, code, tmp_path / "run")
     assert done.code == 0 and "left 7" in done.output, done.output
@@ -494,7 +500,7 @@ def test_what_a_run_leaves(tmp_path: Path) -> None:
     assert done.code == 0, done.output
     about = yaml.safe_load((run_dir / "run.yaml").read_text())
     assert about["config"]["config"] == {"width": 8} and about["world"]["size"] == 2
-    summary = json.loads((run_dir / "summary.json").read_text())
+    summary = summary_of(run_dir)
     assert (summary["steps"], summary["epochs"], summary["examples_seen"]) == (8, 2, 64)
     assert summary["logged"] == {"wer": 0.25, "accuracy": 0.25} and summary["accuracy"] == 0.25
     assert [event["values"]["wer"] for event in events(run_dir, "log")] == [0.5, 0.25]
@@ -510,8 +516,8 @@ def test_another_script_or_other_settings_are_refused(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     assert _train(run_dir).code == 0
     before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
-    other = _train(run_dir, CONFIG={"width": 9})
-    assert other.code == 2 and "config: {'width': 8} → {'width': 9}" in other.output, other.output
+    rerun = _train(run_dir, CONFIG={"width": 9})
+    assert rerun.code == 2 and "config: {'width': 8} → {'width': 9}" in rerun.output, rerun.output
     recipe = gang(1, "run", "smoke", "--run-dir", str(run_dir))
     assert recipe.code == 2 and "another config" in recipe.output, recipe.output
     scored = python("-m", "lockstep.training", "evaluate", str(run_dir))
@@ -532,10 +538,10 @@ def test_an_epoch_resumes_with_the_batches_it_was_begun_with(tmp_path: Path) -> 
     """A script leaves its loop in the middle of an epoch, and the session saves. The next start resumes with the remaining batches."""
     run_dir = tmp_path / "run"
     assert _train(run_dir, STOP=2).code == 0
-    other = _train(run_dir, GLOBAL=4)
-    assert other.code == 2 and "divided differently (global_batch_size: 8 → 4)" in other.output, other.output
+    rerun = _train(run_dir, GLOBAL=4)
+    assert rerun.code == 2 and "divided differently (global_batch_size: 8 → 4)" in rerun.output, rerun.output
     assert _train(run_dir).code == 0
-    assert json.loads((run_dir / "summary.json").read_text())["steps"] == 8
+    assert summary_of(run_dir)["steps"] == 8
     failed = _train(tmp_path / "failed", STOP=2, CODE=3)
     assert failed.code == 3
-    assert json.loads((tmp_path / "failed/status.json").read_text())["code"] == 1
+    assert status_of(tmp_path / "failed")["code"] == 1

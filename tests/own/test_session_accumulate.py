@@ -77,7 +77,7 @@ def _plain() -> dict[str, torch.Tensor]:
 
 
 def test_killed_within_a_step_of_several_batches_it_ends_in_the_weights_of_the_plain_loop(tmp_path: Path) -> None:
-    """In the second step of the second epoch, with a checkpoint after every step."""
+    """The kill comes in the second step of epoch 2, with a checkpoint after every step."""
     died = _go(tmp_path / "run", "flat", LOCKSTEP_TEST_FATE="1:16:KILL")
     assert died.code != 0, died.output
     other = _go(tmp_path / "run", "flat", accumulate=3)
@@ -88,7 +88,7 @@ def test_killed_within_a_step_of_several_batches_it_ends_in_the_weights_of_the_p
 
 
 def test_a_script_that_leaves_within_a_step_saves_nothing_of_it(tmp_path: Path) -> None:
-    """Batch statistics, generators and a loader's place would be those of batches whose gradient was never used."""
+    """A save would hold statistics, generators and a loader's position of batches without an update."""
     left = _go(tmp_path / "run", "ddp", LEAVE="16")
     assert left.code == 1 and "RuntimeError: the run ends with gradients that no update()" in left.output
     done = _go(tmp_path / "run", "ddp")

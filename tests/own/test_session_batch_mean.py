@@ -3,9 +3,9 @@ resume. So does a state that is carried from batch to batch."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
+from tests.events import summary_of
 from tests.own.job import script
 
 CODE = """
@@ -38,6 +38,8 @@ class Trainer:
 def main(kind):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=True), nn.Dropout(0.2), nn.Linear(8, 3))
+    if kind in ("aux", "surrogate"):  # a batch norm is not looked at in training mode
+        net = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2 if kind == "surrogate" else 0.0), nn.Linear(8, 3))
     with Session(f"{run_dir}/{kind}", "metrics.enabled=false", sync=sync) as run:
         model = run.replicate(net)
         run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
@@ -82,7 +84,21 @@ def main(kind):
             loss = each(x.requires_grad_(), y)
             (slope,) = torch.autograd.grad(loss.sum(), x, create_graph=True)
             return (loss + slope.square().sum(1)).mean()
+        def aux(x, y):
+            shares = F.softmax(model(x), 1).mean(0)
+            return each(x, y).mean() + (shares.square().sum() if net.training else 0)
+        def scaled(x, y):
+            losses = each(x, y)
+            return sum(loss / loss.detach() for loss in (losses.mean(), losses.square().mean()))
+        def whitened(x, y):
+            losses = each(x, y)
+            advantages = (losses.detach() - losses.detach().mean()) / losses.detach().std()
+            return (advantages * (losses.detach() - losses).exp()).mean()
+        def surrogate(x, y):  # its value does not depend on what dropout draws, and its gradient does
+            losses = each(x, y)
+            return (y * (losses.detach() - losses).exp()).mean()
         functions = {
+            "surrogate": surrogate, "outside": lambda x, y: F.cross_entropy(x, y), "aux": aux, "scaled": scaled, "whitened": whitened,
             "steep": lambda x, y: each(x, y).mean() * torch.autograd.grad(each(x, y).mean(), net[4].weight)[0].norm(),
             "penalized": penalized,
             "top": lambda x, y: each(x, y).topk(len(x) // 3).values.mean(),
@@ -97,6 +113,7 @@ def main(kind):
         }
         for epoch in run.epochs(1):
             for x, y in run.batches(DATA, 24):
+                x = model(x) if kind == "outside" else x  # a graph that the step needs again
                 run.step(functions[kind], *([{"x": x, "y": y}] if kind == "popped" else (x, y)))
         calls = {"metrics": len(seen), "counted": trainer.calls}.get(kind, 4)
         assert calls == 4 and totals[1] in (0.0, 4.0), "the look leaves nothing"
@@ -109,10 +126,25 @@ for kind in KINDS:
     main(kind)
 """
 NO_MEAN, STATE = "the loss of a batch is not the mean over its samples", "the function of a step carries a state"
-NAMED = dict.fromkeys(("top", "constant", "root", "across", "tokens", "steep"), NO_MEAN) | dict.fromkeys(
-    ("hidden", "floats", "written"), STATE
+NO_MEAN_GRADIENT = "the gradient of a batch is not the mean over its samples"
+NAMED = {
+    **dict.fromkeys(("top", "constant", "root", "across", "tokens", "steep", "aux"), NO_MEAN),
+    **dict.fromkeys(("hidden", "floats", "written"), STATE), **dict.fromkeys(("scaled", "whitened"), NO_MEAN_GRADIENT),
+}  # fmt: skip
+RIGHT = (
+    "outside",
+    "surrogate",
+    "plain",
+    "penalized",
+    "metrics",
+    "counted",
+    "halved",
+    "mixed",
+    "compiled",
+    "places",
+    "popped",
+    "drawn",
 )
-RIGHT = ("plain", "penalized", "metrics", "counted", "halved", "mixed", "compiled", "places", "popped", "drawn")
 """The last one cannot be looked at, since the look would use up batches of another loader."""
 
 
@@ -135,10 +167,11 @@ def test_a_loss_that_is_no_mean_and_a_state_that_is_carried_are_named(tmp_path: 
 def test_ordinary_functions_are_not_named_and_the_look_changes_nothing(tmp_path: Path) -> None:
     named = train(tmp_path / "looked", (*RIGHT, "root"), 1, "flat")
     assert len(named.pop("root")) == 1, "another number of ranks would train otherwise"
-    assert not [line for lines in named.values() for line in lines if NO_MEAN in line or STATE in line], named
+    wrong = NO_MEAN, STATE, NO_MEAN_GRADIENT
+    assert not [line for lines in named.values() for line in lines if any(words in line for words in wrong)], named
     train(tmp_path / "plain", RIGHT, 1, "flat", looks=False)
     for kind in RIGHT:
-        mine, other = (json.loads((tmp_path / one / kind / "summary.json").read_text()) for one in ("looked", "plain"))
+        mine, other = (summary_of(tmp_path / one / kind) for one in ("looked", "plain"))
         assert mine["weights_sha256"] == other["weights_sha256"], kind
 
 
@@ -209,3 +242,22 @@ def test_a_loss_that_ranks_would_divide_otherwise_is_named(tmp_path: Path) -> No
     assert len(named) == 17 and {kind for kind, lines in named.items() if lines} == {*sums, *others}, done.output
     for kind, words in {**sums, **others}.items():
         assert len(named[kind]) == 1 and words in named[kind][0], named[kind]
+
+
+EPOCHS = """
+import sys, torch
+from lockstep import Session
+with Session(sys.argv[1], sync="ddp") as run:
+    model = run.replicate(torch.nn.Linear(4, 3))
+    run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    for epoch in run.epochs(int(sys.argv[2])):
+        for x in run.batches(torch.ones(32, 4), 16):
+            run.step(lambda x: model(x).square().mean(), x)
+"""
+
+
+def test_a_start_may_begin_with_a_step_that_is_checked(tmp_path: Path) -> None:
+    """The start resumes at epoch 2. The first step is checked before DDP has run a backward pass."""
+    for epochs in ("1", "2"):
+        done = script(2, EPOCHS, tmp_path / "run", epochs)
+        assert done.code == 0, done.output

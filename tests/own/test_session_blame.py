@@ -1,4 +1,4 @@
-"""An error of a script's own names its own rank, whatever words it is made of; its traceback is kept."""
+"""An error in a script names the rank that raised it, whatever its words. Its traceback is kept."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.events import status_of
 from tests.own.job import script
 
 SCRIPT = """
@@ -65,8 +66,8 @@ def test_an_error_of_the_script_blames_no_other_rank(kind: str, tmp_path: Path) 
     done = script(2, SCRIPT, tmp_path / "run", kind)
     assert done.code == 1 and SAYS[kind] in done.output and "Traceback" in done.output, done.output
     assert "rank 0 did not arrive" not in done.output, done.output
-    assert "rank 1 did not arrive" in done.output, done.output  # says the other, whose collective has failed
-    assert json.loads((tmp_path / "run/status.json").read_text())["code"] == 1
+    assert "rank 1 did not arrive" in done.output, done.output  # rank 0 reports it, as its collective has failed
+    assert status_of(tmp_path / "run")["code"] == 1
 
 
 GROUP = """

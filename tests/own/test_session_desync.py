@@ -1,13 +1,13 @@
-"""A rank that leaves the loop alone, or skips a step, while the others train on."""
+"""One rank leaves the loop, or skips a step, while the others train."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from tests import product
+from tests.events import status_of
 from tests.own.job import script
 
 SCRIPT = """
@@ -18,7 +18,7 @@ with Session(sys.argv[1], sync=sync) as run:
     model = run.replicate(torch.nn.Linear(4, 2))
     run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
     x = torch.randn(160, 4)
-    def given():  # of a length that nobody knows before
+    def given():  # of unknown length
         yield from run.part(x).split(4)
     for epoch in run.epochs(2):
         for part in run.iterate(given()):
@@ -72,7 +72,7 @@ SAYS = {
     ],
 )
 def test_a_rank_that_leaves_alone_is_named_within_seconds(tmp_path: Path, kind: str, sync: str) -> None:
-    """Not after `collective_timeout`, which is 600 s: `script` waits 240 s."""
+    """`script` waits 240 s, and `collective_timeout` is 600 s."""
     ranks = 2 if kind == "ways" or "after the loop" in kind else 4
     done = script(ranks, SCRIPT, tmp_path / "run", kind, sync)
     sentence = SAYS.get(kind, SKIPPED)
@@ -81,7 +81,7 @@ def test_a_rank_that_leaves_alone_is_named_within_seconds(tmp_path: Path, kind: 
     assert not any(words in done.output for words in ("Traceback", "did not arrive", "lost rank", "[c10d]")), (
         done.output
     )
-    status = json.loads((tmp_path / "run/status.json").read_text())
+    status = status_of(tmp_path / "run")
     assert status["code"] == 1 and sentence in status["reason"]
 
 

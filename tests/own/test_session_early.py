@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 from pathlib import Path
 
 import pytest
 
-from tests.processes import PYTHON, ROOT, clean_env, poll, processes, run, started
+from tests.processes import PYTHON, ROOT, clean_env, poll, ranks_of, run, started
 from tests.warm.gang import running
 
 pytestmark = pytest.mark.promise("signals")
@@ -31,24 +30,13 @@ with Session(here / "run") as run:
 """
 
 
-def _of(launcher: int) -> dict[str, int]:
-    """The launcher's ranks: their processes."""
-    found = {}
-    for pid, _, parent, _ in processes():
-        with contextlib.suppress(OSError, StopIteration):
-            if parent == launcher:
-                environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                found[next(entry for entry in environment if entry.startswith(b"RANK=")).decode()] = pid
-    return found
-
-
 @pytest.mark.parametrize(("place", "name", "to"), [("import", "USR1", "launcher"), ("between", "INT", "a rank")])
 def test_a_signal_while_a_script_starts(tmp_path: Path, place: str, name: str, to: str) -> None:
     ranks = 2 if to == "a rank" else 1
     command = [*LAUNCH, "--ranks", str(ranks), "--", PYTHON, "-c", SCRIPT, str(tmp_path), place]
     with started(command, clean_env(LOCKSTEP_THREADS="1")) as launcher:
         poll(lambda: len(list(tmp_path.glob("reached-*"))) == ranks, what="the place")
-        os.kill(_of(launcher.pid)["RANK=1"] if to == "a rank" else launcher.pid, signal.Signals[f"SIG{name}"])
+        os.kill(ranks_of(launcher.pid)[1] if to == "a rank" else launcher.pid, signal.Signals[f"SIG{name}"])
         (tmp_path / "go-on").touch()
         output, _ = launcher.communicate(timeout=240)
     assert launcher.returncode == 75 and "Traceback" not in output and "start again" not in output, output
@@ -57,8 +45,8 @@ def test_a_signal_while_a_script_starts(tmp_path: Path, place: str, name: str, t
 
 
 def test_ranks_that_open_no_session_end_when_their_time_is_over(tmp_path: Path) -> None:
-    """After a signal, ranks have half of the grace to open a Session. Ranks that do not are ended by a signal that they do not catch:
-    one line, and no restart."""
+    """After a signal, ranks have half of the grace to open a Session. The launcher ends other ranks by a signal that they
+    do not catch: one line, and no restart."""
     program = """
 import os, pathlib, sys, time
 import lockstep
@@ -70,7 +58,7 @@ time.sleep(60)
     command = [*LAUNCH, "--grace", "4", "--ranks", "2", "--", PYTHON, "-c", program, str(tmp_path)]
     with started(command) as launcher:
         poll(lambda: len(list(tmp_path.iterdir())) == 2, what="the programs")
-        os.kill(_of(launcher.pid)["RANK=1"], signal.SIGUSR1)
+        os.kill(ranks_of(launcher.pid)[1], signal.SIGUSR1)
         output, _ = launcher.communicate(timeout=240)
     assert launcher.returncode == 1 and output.count("\n") == 1 and "SIGUSR1" in output, output
 
@@ -100,7 +88,7 @@ while not heard:
 
 
 def test_a_program_that_opens_no_session_has_its_signals() -> None:
-    """Its own handler takes what came before it was there. A child does not get that, and has its own at once."""
+    """The program's handler takes signals that came before it. A child gets none of them, and takes later signals at once."""
     program = """
 import os, signal, time
 os.environ["LOCKSTEP_LAUNCHER"] = str(os.getppid())

@@ -1,5 +1,5 @@
-"""A step that is given as a function may be called again: in parts, at half the scale, for a diagnosis. One that is given as a loss
-is left out where it overflows. And a run has its own end."""
+"""A step given as a function may run again: in parts, at half the scale, for a diagnosis. A step given as a loss is left out if it
+overflows. A run can end early."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests import product
-from tests.events import events
+from tests.events import events, status_of, summary_of
 from tests.own.job import assert_weights, script, shared
 from tests.processes import Result
 
@@ -29,7 +29,7 @@ class Shift(torch.nn.Module):
         self.by = torch.nn.Parameter(torch.zeros(8))
     def forward(self, x):
         by = self.by * 1
-        if infinite:  # of one number's gradient: under zero1 and fsdp that is one rank's part
+        if infinite:  # in one gradient element: under zero1 and fsdp it is in one rank's part
             by.register_hook(lambda grad: torch.cat([grad[:-1], grad[-1:] * float("inf")]))
         return x + by
 class Drawn(torch.nn.Dropout):
@@ -77,9 +77,9 @@ def train(run_dir: Path, *words: str, ranks: int = 2, code: str = CODE, **option
     return script(ranks, code, run_dir, json.dumps(options), *words)
 
 
-def assert_same(one: Path, other: Path) -> None:
-    mine, theirs = shared(one)["model"], shared(other)["model"]
-    assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+def assert_same(run_dir: Path, reference: Path) -> None:
+    actual, expected = shared(run_dir)["model"], shared(reference)["model"]
+    assert actual.keys() == expected.keys() and all(torch.equal(actual[name], expected[name]) for name in actual)
 
 
 @pytest.mark.promise("half-precision", "session-same")
@@ -120,17 +120,17 @@ def test_the_scale_resumes_where_it_was(tmp_path: Path) -> None:
 
 @pytest.mark.promise("half-precision")
 def test_an_overflow_that_no_scale_mends_ends_the_run(tmp_path: Path) -> None:
-    """It was skipped to the end, and the run called complete."""
+    """The run fails early, and does not skip all steps."""
     done = train(tmp_path / "run", loss=True, scaled=True, fate="1:3:EVER", steps=40)
     assert done.code == 1 and "a gradient is not finite, though every loss is" in done.output, done.output
-    status = json.loads((tmp_path / "run/status.json").read_text())
+    status = status_of(tmp_path / "run")
     assert status["code"] == 1 and 20 < status["step"] < 40, status
 
 
 @pytest.mark.promise("not-finite")
 @pytest.mark.parametrize(("sync", "scaled"), [("ddp", True), (product.FSDP, False)])
 def test_the_rank_and_the_parameter_of_a_nan_are_named(tmp_path: Path, sync: str, scaled: bool) -> None:
-    """It is not taken for an overflow of a scaled loss either. A step that is left out moves no weight, and no statistics."""
+    """A NaN is not mistaken for an overflow of a scaled loss. A step that is left out changes no weight and no statistics."""
     how = {"norm": True, "scaled": scaled, "fate": "1:4:NAN"}
     done = train(tmp_path / "run", f"sync.name={sync}", "nonfinite=stop", **how)
     named = "" if sync == product.FSDP else ", gradient of 0.weight"
@@ -147,9 +147,7 @@ def test_micro_batches_are_a_setting(tmp_path: Path) -> None:
     assert whole.code == parts.code == 0, parts.output
     assert "CALLS 20" in whole.output and "CALLS 60" in parts.output, "each part of twelve in three"
     assert_weights(tmp_path / "parts", shared(tmp_path / "whole")["model"], atol=1e-6)
-    right = {
-        json.loads((tmp_path / name / "summary.json").read_text())["train_accuracy"] for name in ("whole", "parts")
-    }
+    right = {summary_of(tmp_path / name)["train_accuracy"] for name in ("whole", "parts")}
     assert len(right) == 1 and f"RIGHT {right.pop()}\n" in whole.output, whole.output
 
 
@@ -165,7 +163,7 @@ def test_a_run_of_so_many_steps_resumes_with_more(tmp_path: Path) -> None:
     for steps in (12, 16):
         done = train(tmp_path / "run", steps=steps)
         assert done.code == 0, done.output
-        status = json.loads((tmp_path / "run/status.json").read_text())
+        status = status_of(tmp_path / "run")
         assert status["step"] == steps and status["reason"] == "complete"
     assert train(tmp_path / "whole", steps=16).code == 0
     assert_same(tmp_path / "run", tmp_path / "whole")
@@ -175,13 +173,13 @@ def test_a_run_of_so_many_steps_resumes_with_more(tmp_path: Path) -> None:
 def test_one_rank_ends_the_run_for_good(tmp_path: Path) -> None:
     for attempt in (1, 2):
         done = train(tmp_path / "run", fate="1:13:STOP")
-        status = json.loads((tmp_path / "run/status.json").read_text())
+        status = status_of(tmp_path / "run")
         assert done.code == 0 and status["reason"] == "stopped: enough", done.output
         assert 13 <= status["step"] <= 14 and ("It was stopped: enough" in done.output) == (attempt == 2), done.output
         assert ("Stopped for good: enough" in done.output) == (attempt == 1), done.output
     assert "Raise the number of steps to continue" in done.output, done.output
     done = train(tmp_path / "run", steps=24)
-    status = json.loads((tmp_path / "run/status.json").read_text())
+    status = status_of(tmp_path / "run")
     assert done.code == 0 and (status["step"], status["reason"]) == (24, "complete"), done.output
 
 
@@ -240,7 +238,7 @@ def test_a_divisor_may_be_what_each_rank_has_counted(tmp_path: Path) -> None:
         run_dir = tmp_path / f"{sync}-{ranks}"
         done = script(ranks, TOKENS, run_dir, sync, micro)
         assert done.code == 0, done.output
-        summary = json.loads((run_dir / "summary.json").read_text())
+        summary = summary_of(run_dir)
         same.append(
             {name: summary[name] for name in ("weights_sha256", "train_loss", "train_surest", "train_accuracy")}
         )
@@ -259,5 +257,5 @@ def test_a_divisor_may_be_what_each_rank_has_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize("sync", ["flat", "exact"])
 def test_ranks_that_return_other_numbers_are_refused_by_name(tmp_path: Path, sync: str) -> None:
     done = script(2, TOKENS.replace('"surest":', '"surest" if run.rank else "other":'), tmp_path / "run", sync, "0")
-    said = "error: the function of a step returned the numbers accuracy, other on rank 0, and the numbers accuracy, surest on rank 1"
-    assert done.code == 2 and done.output.count("error: ") == 1 and said in done.output, done.output
+    message = "error: the function of a step returned the numbers accuracy, other on rank 0, and the numbers accuracy, surest on rank 1"
+    assert done.code == 2 and done.output.count("error: ") == 1 and message in done.output, done.output

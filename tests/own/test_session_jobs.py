@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.events import events
-from tests.processes import PYTHON, ROOT, Result, clean_env, run
+from tests.events import events, status_of, summary_of
+from tests.processes import LOCKSTEP, ROOT, Result, clean_env, run
 from tests.warm.gang import python
 
 TINY = """
@@ -36,13 +36,13 @@ def lockstep(tmp_path: Path) -> Iterator[Lockstep]:
     env = clean_env(PYTHONPATH=str(ROOT), LOCKSTEP_HOME=str(tmp_path / "home"), LOCKSTEP_THREADS="1")
 
     def call(*words: str, code: int = 0) -> Result:
-        done = run([str(Path(PYTHON).parent / "lockstep"), *words], env, 300, cwd=tmp_path)
+        done = run([LOCKSTEP, *words], env, 300, cwd=tmp_path)
         assert done.code == code and "Traceback" not in done.output, done.output
         return done
 
     yield call
     if (tmp_path / "home/local/own").exists():
-        run([str(Path(PYTHON).parent / "lockstep"), "cancel", "local", "own"], env, cwd=tmp_path)
+        run([LOCKSTEP, "cancel", "local", "own"], env, cwd=tmp_path)
 
 
 def submit(lockstep: Lockstep, folder: Path, *words: str, **more: object) -> str:
@@ -60,7 +60,7 @@ def leave_earlier_run(run_dir: Path) -> None:
 
 @pytest.mark.promise("fresh")
 def test_a_job_keeps_the_run_where_it_says_and_starts_over_once(lockstep: Lockstep, tmp_path: Path) -> None:
-    """Its overrides are stronger than the script's own settings. The same word behind `fresh` again: the run is complete."""
+    """The job's overrides win over the script's settings. The same word in `fresh` again leaves the run complete."""
     run_dir = tmp_path / "runs/jobs/own"
     leave_earlier_run(run_dir)
     overrides = {"checkpoint.every_steps": 2, "config.lr": 0.25, "config.model.width": 3}
@@ -70,8 +70,8 @@ def test_a_job_keeps_the_run_where_it_says_and_starts_over_once(lockstep: Lockst
     assert written["config"]["lr"] == 0.25 and written["config"]["model"] == {"width": 3}
     assert written["preempt"]["grace_seconds"] == 17
     assert [path.name for path in sorted((run_dir / "checkpoints").iterdir())] == ["step-00000002", "step-00000003"]
-    assert json.loads((run_dir / "status.json").read_text())["job"], "it is this job's run"
-    assert json.loads((run_dir / "summary.json").read_text())["logged"] == {"lr": 0.25, "width": 3.0}
+    assert status_of(run_dir)["job"], "it is this job's run"
+    assert summary_of(run_dir)["logged"] == {"lr": 0.25, "width": 3.0}
     printed = [json.loads(line[line.index("{") :])["event"] for line in output.splitlines() if '{"event"' in line]
     assert "epoch" in printed and "log" in printed, "a job's log is of JSON lines"
     submit(lockstep, tmp_path, "--replace", fresh="again", overrides=overrides)
@@ -83,8 +83,8 @@ def test_a_job_keeps_the_run_where_it_says_and_starts_over_once(lockstep: Lockst
 def test_settings_that_a_program_without_a_session_does_not_see_are_reported(
     lockstep: Lockstep, tmp_path: Path
 ) -> None:
-    said = submit(lockstep, tmp_path, command=["python", "-c", "pass"], overrides={"seed": 3})
-    assert "warning" in said and "opened no Session" in said
+    output = submit(lockstep, tmp_path, command=["python", "-c", "pass"], overrides={"seed": 3})
+    assert "warning" in output and "opened no Session" in output
 
 
 @pytest.mark.promise("session-refuses", "bad-input")
@@ -107,7 +107,7 @@ HANDED_OVER = {
     '{"settings": ["sede=4"]}': "'seed'",
     '{"settings": ["config.rl=1"]}': "'lr'", '{"settings": ["config.flag=1"]}': "true", '{"settings": ["config.deep=1"]}': "'deep'",
 }  # fmt: skip
-"""What a launcher may have put into the variable, and what the line about it names."""
+"""Text that a launcher may put into the variable → name in the error."""
 
 
 @pytest.mark.promise("hostile-files")

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
+from tests.events import status_of
 from tests.own.job import OwnJob, assert_same
-from tests.processes import PYTHON, clean_env, free_port, run
+from tests.processes import LOCKSTEP, PYTHON, clean_env, free_port, run
 from tests.warm.gang import running
 
-LOCKSTEP = [str(Path(PYTHON).parent / "lockstep"), "run", "--ranks", "2", "--", PYTHON]
+COMMAND = [LOCKSTEP, "run", "--ranks", "2", "--", PYTHON]
 pytestmark = pytest.mark.promise("session-resume")
 
 
@@ -42,15 +42,15 @@ def test_a_disk_that_hangs_does_not_outlive_the_grace(tmp_path: Path) -> None:
 
 @pytest.mark.promise("signals")
 def test_a_second_signal_in_the_last_moments_changes_no_code(tmp_path: Path) -> None:
-    """To one of two ranks from a shell. Python's own end must not abort (134) once the run is saved."""
+    """One of two ranks gets both, from a shell. Python must not abort (134) once the run is saved."""
     disturbed = job(tmp_path / "run", LOCKSTEP_TEST_FATE="1:13:TWICE")
-    done = run([*LOCKSTEP, *disturbed.words], clean_env(**disturbed.variables), 240)
+    done = run([*COMMAND, *disturbed.words], clean_env(**disturbed.variables), 240)
     assert done.code == 75, done.output
-    assert json.loads((tmp_path / "run/status.json").read_text())["code"] == 75
+    assert status_of(tmp_path / "run")["code"] == 75
 
 
 def test_forked_loaders_hold_up_no_end(tmp_path: Path) -> None:
-    """A loader's processes inherit what the signals were read from; the end does not wait for theirs."""
+    """A loader's processes inherit the descriptor that signals come from. The end does not wait for theirs."""
     code = """
 import os, signal, sys, time
 from lockstep import Session

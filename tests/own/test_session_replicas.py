@@ -1,7 +1,8 @@
-"""The ranks of a loop of one's own stay the same model: what would train them apart is an error on all of them."""
+"""The ranks of a user's loop stay the same model. Anything that would train them apart is an error on all ranks."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -53,7 +54,7 @@ PAST = [
     ("ddp", "all", "{}", "ignore"), ("ddp", "rank1", "{}", "stop"), ("ddp", "all:3", "{find_unused: true}", "stop"),
     (product.POWERSGD, "rank1:3", "{find_unused: true}", "stop"), ("zero1", "changed", "{}", "stop"),
 ]  # fmt: skip
-"""rank1: the other one waits for that rank's gradients in its backward pass, until that rank has ended."""
+"""rank1: rank 0 waits for rank 1's gradients in its backward pass, until rank 1 has ended."""
 
 
 @pytest.mark.parametrize(("sync", "how", "options", "looks"), PAST)
@@ -62,8 +63,8 @@ def test_a_gradient_that_the_ranks_do_not_share_ends_all_ranks_at_that_step(
 ) -> None:
     done = train(tmp_path / "run", how, f"sync.name={sync}", f"sync.options={options}", f"nonfinite={looks}")
     assert done.code == 2 and "THE END" not in done.output and "Traceback" not in done.output, done.output
-    said = "sums each gradient on one rank only" if how == "changed" else "has not summed the gradient of"
-    assert f"sync.name={sync} {said}" in done.output and done.output.count("error: ") == 1, done.output
+    message = "sums each gradient on one rank only" if how == "changed" else "has not summed the gradient of"
+    assert f"sync.name={sync} {message}" in done.output and done.output.count("error: ") == 1, done.output
     assert not how.startswith(("rank1", "changed")) or "rank 1 did not arrive" in done.output, done.output
     assert steps_saved(tmp_path / "run") == ([1, 2, 3] if ":3" in how else [])
 
@@ -95,7 +96,7 @@ with Session(run_dir, f"checkpoint.every_steps={every}", f"sync.name={sync}") as
     for epoch in run.epochs(4):
         for (x,) in run.batches(torch.utils.data.TensorDataset(torch.ones(64, 6)), 8):
             run.step(lambda x: model(x).square().mean(), x)
-        plateau.step(1.0 if run.rank else 1.0 / (epoch + 1))  # what this rank alone has measured
+        plateau.step(1.0 if run.rank else 1.0 / (epoch + 1))  # a measurement of this rank alone
 """
 
 
@@ -103,7 +104,7 @@ with Session(run_dir, f"checkpoint.every_steps={every}", f"sync.name={sync}") as
 def test_learning_rates_that_differ_are_named_before_they_are_saved(
     tmp_path: Path, sync: str, every: int, step: int
 ) -> None:
-    """A plateau lowers the rate of rank 1 alone. The error comes at the end of the epoch where that is saved, else one step later."""
+    """A plateau lowers the rate of rank 1 alone. The error comes at the end of the epoch if that is saved, else one step later."""
     done = script(2, PLATEAU, tmp_path / "run", str(every), sync)
     assert done.code == 1 and done.output.count("learning rates") == 1, done.output
     assert f"after step {step}: optimizer.param_groups[0] has 0.5 on rank 0, 0.05 on rank 1. " in done.output, (
@@ -121,7 +122,7 @@ class Proxy:
     @property
     def __class__(self):
         raise RuntimeError("nothing is bound")
-class Hand:  # an average of one's own, whose state is copies
+class Hand:  # a user's average, whose state is copies
     def __init__(self, net):
         self.shadow = {name: p.detach().clone() for name, p in net.named_parameters()}
     def update(self):
@@ -202,9 +203,8 @@ with Session(sys.argv[1], f"sync.name={sys.argv[2]}") as run:
 @pytest.mark.parametrize(("sync", "what"), [("flat", "outside"), (product.FSDP, "inside")])
 def test_what_is_trained_outside_of_the_session_is_named_once(tmp_path: Path, sync: str, what: str) -> None:
     """An unkept optimizer, a weight without an optimizer, moving copies of weights, a generator that draws, and numbers in attributes
-    are named once each, also a copy that the loop makes and changes. What is kept, seeded in each epoch, set by the first pass or made
-    anew is not, nor are copies that are compared or evaluated, gradients and norms. Objects that raise when they are read are left
-    alone."""
+    are named once each. So is a copy that the loop makes and changes. Kept, reseeded and recomputed objects are not, nor are gradients,
+    norms, and copies that are compared or evaluated. Objects that raise when they are read are left alone."""
     done = script(2, OUTSIDE, tmp_path / "run", sync, what)
     named = [line for line in done.output.splitlines() if "warning" in line]
     assert done.code == 0 and len(named) == (14 if what == "outside" else 0), done.output
@@ -213,17 +213,80 @@ def test_what_is_trained_outside_of_the_session_is_named_once(tmp_path: Path, sy
         *moved, kept, value, attribute = named[7:]
         hidden = ("closure.by_inner (SGD)", "bound.keywords['optimizer'] (SGD)", "bound.args[0]", "closure.inner")
         assert all(name in line for name, line in zip(hidden, below, strict=True)), below
-        names = ("teacher moves", "order draws numbers", "centre moves", "criterion moves")
-        assert all(f"{name}, and no checkpoint has it" in line for name, line in zip(names, moved, strict=True)), moved
-        assert "2.weight and 1 more require a gradient, and no optimizer has them" in unused
+        hidden = (
+            "teacher changes in place",
+            "the random generator order",
+            "centre changes in place",
+            "criterion changes in place",
+        )
+        assert all(name in line for name, line in zip(hidden, moved, strict=True)), moved
+        assert "no optimizer has the trainable 2.weight and 1 more" in unused
         assert "the optimizer by_hand (SGD) does not come from run.optimizer()" in optimizer
         assert (
-            "temperature is trained outside of every replicated model: it differs between the ranks and is in no"
+            "temperature is trained, and belongs to no replicated model: it differs between the ranks and is in no"
             in weight
         )
-        assert "run.keep(norm=…) is not the same on rank 1 as on rank 0, whose alone is saved" in kept
-        assert "run.values['seen'] is not the same on rank 1" in value
-        assert "the attribute 0.tau and 2 more changes, and no checkpoint has it" in attribute
+        assert "run.keep(norm=…) differs between rank 1 and rank 0, and only the state of rank 0 is saved" in kept
+        assert "run.values['seen'] differs between rank 1 and rank 0" in value
+        assert "no checkpoint has the changing attribute 0.tau and 2 more" in attribute
+
+
+STATES = """
+import sys, numpy as np, torch
+from lockstep import Session
+class Helper:
+    def __init__(self):
+        self.share = 1.0
+class Shift:
+    def __init__(self):
+        self.scale = 1.0
+    def __call__(self, module, inputs, output):
+        return output * (1 + self.scale)
+class Collects:
+    def __init__(self):
+        self.values, self.total = [], torch.zeros(2)
+    def __call__(self, module, inputs, output):
+        self.values = self.values[-2:] + [output.detach()]
+        self.total = self.total + output.detach().sum(0)
+class Net(torch.nn.Linear):
+    mask = None
+    def forward(self, x):
+        y, length = super().forward(x), 2 + run.steps % 2
+        self.last, self.shapes, self.seen = y.detach(), [*x.shape], {"y": x + 1}
+        if self.mask is None or len(self.mask) != length:
+            self.mask = torch.ones(length)
+        self.maps.clear()
+        self.maps.append(self.last)
+        return y
+with Session(sys.argv[1], "checkpoint.every_steps=1") as run:
+    net, shift = Net(4, 2), Shift()
+    net.centre, net.usage, net.helper, net.weight.slow, net.maps = torch.zeros(2), np.ones(4), Helper(), torch.zeros(2, 4), []
+    net.register_forward_hook(shift)
+    net.register_forward_hook(Collects())
+    model = run.replicate(net)
+    run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    for _ in run.epochs(1):
+        for x in run.batches(torch.randn(32, 4), 4):
+            run.step(lambda x: model(x).square().mean(), x)
+            if run.steps == 2:
+                net.centre = net.centre + 1
+            if run.steps == 3:
+                net.usage[0] = 2
+            if run.steps == 4:
+                net.helper.share *= 0.9
+            if run.steps == 5:
+                net.weight.slow = net.weight.slow.lerp(net.weight.detach(), 0.1)
+            if run.steps == 6:
+                shift.scale *= 0.9
+"""
+
+
+def test_states_in_attributes_of_a_model_are_named(tmp_path: Path) -> None:
+    """A tensor, an array, an object, an attribute of a parameter and a hook's number change between two saves. What each pass sets anew
+    or can compute again, such as the last activations or a mask, is not named, nor what a hook collects."""
+    done = script(1, STATES, tmp_path / "run")
+    named = re.findall(r"no checkpoint has the changing attribute (\S+),", done.output)
+    assert done.code == 0 and named == ["centre", "usage", "helper.share", "weight.slow", "Shift.scale"], done.output
 
 
 HOOKS = """
@@ -254,8 +317,8 @@ for sync, kind in (("mine:Mine", ""), ("flat", "register_hook"), ("flat", "regis
 def test_hooks_on_parameters_get_a_part_of_the_gradient_where_there_are_several_ranks(
     tmp_path: Path, ranks: int
 ) -> None:
-    """A hook may print, or mask: it is named once. One that uses up the gradient comes too early. Those of a strategy, and of torch, are
-    none of the script's."""
+    """A hook that prints or masks is named once. A hook that consumes the gradient runs too early. Hooks of a strategy or of torch are
+    not named."""
     done = script(ranks, HOOKS, tmp_path / "run")
     several = ranks > 1
     assert done.code == 2 * several and done.output.count("a hook on weight gets the gradient of a part") == several, (
@@ -293,11 +356,11 @@ with Session(run_dir, "checkpoint.every_steps=5", f"sync.name={sync}") as run:
     for epoch in run.epochs(1):
         for x in run.batches(data, 8):
             assert run.steps or net.training == bool(how), "the mode is the script's"
-            if not how:  # as who normalises what he observes
+            if not how:  # as a normalization of observations does
                 net.observed.lerp_(x.mean(0), 0.1)
                 net.codes = None if run.rank else torch.arange(6)  # a rank fills it with the first sample of its kind
             run.step(lambda x: net(x).square().mean(), x)
-            net.eval()  # each rank looks at its own scores
+            net.eval()  # each rank computes scores
             if not (how == "mode" and run.rank and run.steps == 5):
                 net.train()
             if how == "replaced" and run.steps == 3:
@@ -314,13 +377,13 @@ with Session(run_dir, "checkpoint.every_steps=5", f"sync.name={sync}") as run:
 @pytest.mark.parametrize(
     ("how", "sync", "named", "saved"),
     [
-        ("mode", "flat", "step 7: the model has training mode on rank 0, evaluation mode on rank 1. It is not saved", [5]),
+        ("mode", "flat", "step 7: the model has training mode on rank 0, evaluation mode on rank 1. This state is not saved", [5]),
         ("mode", product.FSDP, "the modes are not the same after step 7: the model has", [5]),
-        ("frozen", "flat", "step 7: layer.weight has requires_grad=True on rank 0, requires_grad=False on rank 1. It is not", [5]),
-        ("replaced", "flat", "step 7: drop has training mode on rank 0, evaluation mode on rank 1. It is not saved", [5]),
+        ("frozen", "flat", "step 7: layer.weight has requires_grad=True on rank 0, requires_grad=False on rank 1. This state is not", [5]),
+        ("replaced", "flat", "step 7: drop has training mode on rank 0, evaluation mode on rank 1. This state is not saved", [5]),
         ("buffer", "flat", "the buffer scale on rank 1 differs from rank 0's", []),
         ("exact", "exact", "the buffer scale on rank 1 differs from rank 0's", []),
-        ("", "flat", "the buffer seen (and 2 more) differs between the ranks, since a step moves it by the samples of", [5, 8]),
+        ("", "flat", "the buffer seen (and 2 more) differs between the ranks, because each rank updates it from its own", [5, 8]),
     ],
 )  # fmt: skip
 def test_modes_and_buffers_that_must_be_the_same_are_compared(
@@ -366,9 +429,9 @@ def test_a_table_in_an_attribute_that_is_drawn_anew_is_named(tmp_path: Path) -> 
     """A table is drawn before the session, so that another start or rank has another one: it is named. Computed tensors, short lists
     and views of parameters are not."""
     done = script(2, TABLES, tmp_path)
-    another = "warning: rank 0: the model's attribute features and {} more is another one {}"
-    counts = [
-        done.output.count(another.format(*more))
-        for more in ((1, "than at the start before"), (2, "on rank 1 than on rank 0"))
-    ]
-    assert done.code == 0 and counts == [1, 1] and done.output.count("is another one") == 2, done.output
+    named = (
+        "the start before had other values of the model's attribute features and 1 more",
+        "rank 1 has other values of the model's attribute features and 2 more than rank 0",
+    )
+    counts = [done.output.count(f"warning: rank 0: {words}") for words in named]
+    assert done.code == 0 and counts == [1, 1] and done.output.count("has other values") == 1, done.output

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import signal
 from collections.abc import Callable
@@ -13,9 +12,10 @@ import pytest
 from safetensors.torch import load_file
 
 from tests import product
+from tests.events import status_of, summary_of
 from tests.own.job import OwnJob, assert_same, script
 from tests.processes import poll
-from tests.ranks import training
+from tests.warm.gang import python
 
 pytestmark = pytest.mark.promise("session-resume")
 
@@ -30,10 +30,10 @@ def job(folder: Path, sync: str, ranks: int, kind: str, **variables: str) -> Own
 def calm(tmp_path_factory: pytest.TempPathFactory) -> Calm:
     @functools.cache
     def undisturbed(sync: str, ranks: int, kind: str, **variables: str) -> OwnJob:
-        found = job(tmp_path_factory.mktemp("calm"), sync, ranks, kind, **variables)
-        done = found.go()
+        calm_job = job(tmp_path_factory.mktemp("calm"), sync, ranks, kind, **variables)
+        done = calm_job.go()
         assert done.code == 0 and "the script goes on after the run" in done.output, done.output
-        return found
+        return calm_job
 
     return undisturbed
 
@@ -57,7 +57,7 @@ def test_a_run_that_is_disturbed_once_resumes_to_the_same_bits(calm: Calm, tmp_p
     assert left.code == code and "the script goes on" not in left.output, left.output
     step = product.checkpoint_steps(disturbed.run_dir)[0]
     if code == 75:
-        status = json.loads((tmp_path / "run/status.json").read_text())
+        status = status_of(tmp_path / "run")
         assert status["code"] == 75 and status["step"] == step >= (13 if ":13:" in fate else 1)
     done = disturbed.go()
     assert done.code == 0 and f"Resuming at step {step}" in done.output, done.output
@@ -65,7 +65,7 @@ def test_a_run_that_is_disturbed_once_resumes_to_the_same_bits(calm: Calm, tmp_p
 
 
 def test_a_signal_to_every_process_of_the_job(calm: Calm, tmp_path: Path) -> None:
-    """As a cluster sends it: the processes of a loader get it too, and must not take their rank along."""
+    """A cluster signals the processes of a loader too. They must not end their rank."""
     disturbed = job(tmp_path / "run", "flat", 2, "loader", LOOP_WORKERS="2")
     disturbed.words.append("checkpoint.every_steps=2")  # step 10 is within an epoch: the loader's processes live
     with disturbed.started(LOCKSTEP_TEST_FATE="1:11:DELAY") as gang:
@@ -105,36 +105,118 @@ with Session(sys.argv[1]) as run:
 
 
 AGAIN = """
-import sys, torch
+import hashlib, os, signal, sys, torch
 from lockstep import Session
-def start(what, steps):
-    with Session(f"{sys.argv[1]}/{what}") as run:
-        model = run.replicate(torch.nn.Linear(4, 2))
-        optimizer = run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+class Tempered:
+    def __init__(self):
+        self.tau = 1.0
+    def state_dict(self):
+        return {"tau": self.tau}
+    def load_state_dict(self, state):
+        self.tau = state["tau"]
+class Once:  # its state is loaded once, and a caller may hold it
+    loaded = False
+    def __init__(self):
+        self.centre = torch.zeros(2)
+    def state_dict(self):
+        return {"centre": self.centre}
+    def load_state_dict(self, state):
+        assert not self.loaded
+        self.loaded, self.centre = True, state["centre"]
+def start(name, steps, ends=-1, every=0):
+    with Session(f"{sys.argv[1]}/{name}", f"sync.name={sys.argv[2]}", f"checkpoint.every_steps={every}") as run:
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
+        net.register_buffer("scale", torch.ones(()))
+        net[0].requires_grad_(False)
+        model = run.replicate(net)
+        optimizer = run.optimizer(lambda _: torch.optim.SGD(net[1:].parameters(), lr=0.1, momentum=0.9))
+        kept, once = Tempered(), Once()
+        run.keep(kept=kept, once=once)
         for epoch in run.epochs(steps=steps):
-            for group in optimizer.param_groups if epoch else ():
-                group["lr"] = group["lr"] * 0.1 if what == "rate" else 0.01 / epoch
-            if what == "weights" and epoch:
-                torch._foreach_mul_([p.data for p in model.parameters()], 0.5)
-            for (x,) in run.batches(torch.utils.data.TensorDataset(torch.randn(16, 4)), 4):
-                for group in optimizer.param_groups if what == "warmed" else ():
-                    group["lr"] = group["lr"] * 1.1
-                run.step(lambda x: model(x).square().mean(), x)
-for what in ("rate", "weights", "value", "warmed"):
-    start(what, 6)
-    start(what, 8)
+            centre, steps_done, first = once.centre, run.values.setdefault("steps", []), optimizer.param_groups[0]
+            kept.tau *= 0.9
+            net.scale.mul_(0.8)
+            run.values["tau"] = run.values.get("tau", 1.0) * 0.7
+            optimizer.param_groups[0]["momentum"] *= 0.9
+            if epoch == 1:
+                net[0].requires_grad_(True)
+                optimizer.add_param_group({"params": net[0].parameters(), "lr": 0.02})
+                optimizer.state.clear()
+                torch._foreach_mul_([p.data for p in net[2].parameters()], 0.5)
+            if epoch == ends:
+                os.kill(os.getpid(), signal.SIGTERM)
+                for _ in range(2000):  # a thread takes the signal
+                    run.boundary()
+            if epoch == 2:
+                net[1].eval()
+                for parameter in net[2].parameters():
+                    optimizer.state.pop(parameter)
+                net[2] = torch.nn.Linear(4, 2)
+                optimizer.param_groups[0]["params"] = list(net[1:].parameters())
+            for (x,) in run.batches(torch.utils.data.TensorDataset(torch.randn(24, 4)), 8):
+                for group in first, *optimizer.param_groups[1:]:
+                    group["lr"] = group["lr"] * 0.97
+                run.step(lambda x: ((model(x) - centre).square() * kept.tau * net.scale * run.values["tau"]).mean(), x)
+                centre.add_(0.01)
+                optimizer.state["seen"] = optimizer.state.get("seen", 0) + 1
+                steps_done.append(run.steps)
+        tensors = [*net.state_dict().values(), once.centre]
+        bits = b"".join(tensor.numpy().tobytes() for tensor in tensors)
+        return hashlib.sha256(bits).hexdigest(), run.values["steps"], optimizer.state["seen"]
+whole = start("whole", 11)
+for steps, ends, every in (4, 1, 0), (5, 2, 0), (8, 3, 100):  # without a step, after a save, and after a step that is not saved
+    start("parts", steps)
+    try:
+        start("parts", 11, ends, every)
+    except SystemExit as ended:
+        assert ended.code == 75
+print(f"same: {start('parts', 11) == whole}\\n", end="", flush=True)  # one write: two ranks print at once
 """
 
 
-def test_what_a_script_changes_a_second_time_as_it_resumes_within_an_epoch_is_named(tmp_path: Path) -> None:
-    """A rate that is set from the epoch is not, also where each step moves it."""
-    done = script(1, AGAIN, tmp_path)
-    named = [line for line in done.output.splitlines() if "warning: " in line]
-    whats = ("the learning rate of optimizer.param_groups[0]", "weights")
-    assert done.code == 0 and len(named) == 2, done.output
-    assert all(
-        f"the script changes {what} between the beginning of an epoch" in line for what, line in zip(whats, named)
-    ), named
+@pytest.mark.parametrize(("ranks", "sync"), [(1, "flat"), (2, "exact")])
+def test_what_a_script_does_before_the_batches_of_an_epoch_counts_once(tmp_path: Path, ranks: int, sync: str) -> None:
+    """The run resumes within an epoch, so the script changes weights, rates, groups, values, buffers and layers a second time. What it
+    holds before the batches, it holds in them: a group, a list of values, the state of a kept object, which is loaded once."""
+    done = script(ranks, AGAIN, tmp_path, sync)
+    assert done.code == 0 and "same: True" in done.output and done.output.count("ended early by SIGTERM") == 3, (
+        done.output
+    )
+    assert done.output.count("warning: ") == 3, done.output
+
+
+WHOLE = """
+import os, signal, sys, torch
+from lockstep import Session
+data = torch.randn(12, 4, generator=torch.Generator().manual_seed(1))
+def train(name, ends):
+    with Session(f"{sys.argv[1]}/{name}", f"checkpoint.every_steps={sys.argv[2]}") as run:
+        torch.manual_seed(0)
+        model = run.replicate(torch.nn.Linear(4, 2))
+        optimizer = run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
+        for epoch in run.epochs(30):
+            optimizer.param_groups[0]["lr"] *= 0.97
+            run.step(lambda x: model(x).square().mean(), run.part(data))
+            if epoch == ends:
+                os.kill(os.getpid(), signal.SIGTERM)
+            run.boundary()
+    return torch.cat([p.detach().flatten() for p in model.parameters()]), epoch
+whole = train("whole", -1)
+try:
+    train("parts", 7)
+except SystemExit as ended:
+    assert ended.code == 75
+weights, last = train("parts", -1)
+assert last == 29 and torch.equal(weights, whole[0])
+"""
+
+
+@pytest.mark.parametrize(("ranks", "every"), [(1, 0), (2, 1000)])
+def test_a_signal_in_epochs_without_batches_ends_the_run_between_two(tmp_path: Path, ranks: int, every: int) -> None:
+    """Each epoch is one step of the whole data: the run leaves at its end, saved, where no code of the script runs a second time."""
+    done = script(ranks, WHOLE, tmp_path, str(every))
+    assert done.code == 0 and done.output.count("ended early by SIGTERM") == 1, done.output
 
 
 LOGS = """
@@ -200,6 +282,22 @@ calm = start("calm", 3)
 start("resumed", 2)
 print(f"same: {start('resumed', 3) == calm}", flush=True)
 print(sorted(Net().state_dict()))
+with Session(f"{folder}/grown", f"sync.name={sync}") as run:
+    net = run.replicate(Net())
+    optimizer = run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    for epoch in run.epochs(2):
+        if epoch:
+            net.head = torch.nn.Linear(8, 3)
+            optimizer.add_param_group({"params": net.head.parameters()})
+        for x in run.batches(torch.ones(32, 8), 16):
+            if run.steps == 2:
+                try:
+                    run.step(lambda x: net(x).square().mean(), x)
+                except ValueError as error:
+                    print("refused:", error, flush=True)
+                kept = [parameter for parameter in net.parameters() if parameter not in {*net.head.parameters()}]
+                optimizer.param_groups[0]["params"] = kept
+            run.step(lambda x: net(x).square().mean(), x)
 """
 
 
@@ -207,11 +305,15 @@ print(sorted(Net().state_dict()))
 def test_what_a_script_unfreezes_adds_and_compiles_is_so_after_a_resume(
     tmp_path: Path, sync: str, compiled: str
 ) -> None:
-    """Which parameters are trained, which modules, and the optimizers' groups are those of the checkpoint, whatever a start makes."""
+    """The trained parameters and modules and the optimizers' groups are those of the checkpoint, whatever a start makes. A layer is
+    replaced: a step refuses an optimizer that still has the layer's old parameters."""
     done = script(1, CHANGED, tmp_path, sync, compiled)
     assert done.code == 0 and "same: True" in done.output, done.output
     assert done.output.count("has changed the groups of parameters of added") == 1, done.output
-    exported = training("export", str(tmp_path / "calm"), str(tmp_path / "weights.safetensors"))
+    assert "refused: optimizer.param_groups[0] has a parameter of shape [2, 8] that is not in" in done.output, (
+        done.output
+    )
+    exported = python("-m", "lockstep", "export", str(tmp_path / "calm"), str(tmp_path / "weights.safetensors"))
     assert exported.code == 0, exported.output
     assert str(sorted(load_file(tmp_path / "weights.safetensors"))) in done.output, "what the plain network loads"
 
@@ -235,7 +337,7 @@ with Session(sys.argv[1]) as run:
 
 
 def test_at_another_number_of_ranks_generators_that_are_alike_resume(tmp_path: Path) -> None:
-    """Alike on all ranks when they were saved, and when they are made; another is named."""
+    """A generator resumes if it is alike on all ranks at the save and when it is made. Others are named."""
     draws: list[dict[str, list[str]]] = []
     for ranks, *words in ((2, "1"), (1, "2"), (2, "3", "late")):
         done = script(ranks, DRAWING, tmp_path / "run", *words)
@@ -254,7 +356,7 @@ def test_at_another_number_of_ranks_generators_that_are_alike_resume(tmp_path: P
 
 
 def test_a_mistake_of_the_user_that_all_ranks_find_is_printed_once(tmp_path: Path) -> None:
-    """And each rank's own where they differ. Any other error has its traceback on each rank."""
+    """Mistakes that differ are printed by each rank. Any other error has a traceback on each rank."""
     code = """
 import sys, torch
 from lockstep import Session
@@ -267,3 +369,35 @@ with Session(sys.argv[1]) as run:
         assert done.code == 2 and done.output.count("error: ") == count, done.output
     done = script(3, code, tmp_path / "run", "bug")
     assert done.code == 1 and done.output.count("Traceback") == 3, done.output
+
+
+MASTER = """
+import sys, torch
+from lockstep import Session
+class Master(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            state.setdefault("master", p.float() if p.dim() > 1 else {"of": [p.float()]})
+            master = state["master"] if p.dim() > 1 else state["master"]["of"][0]
+            state.setdefault("seen", torch.zeros((), dtype=torch.int64)).add_(1)
+            p.copy_(master.sub_(p.grad.float(), alpha=0.01))
+torch.manual_seed(1)
+with Session(sys.argv[1], sync="flat") as run:
+    model = run.replicate(torch.nn.Linear(8, 4).bfloat16())
+    optimizer = run.optimizer(lambda parameters: Master(parameters, lr=0.01))
+    for _ in run.epochs(steps=int(sys.argv[2])):
+        for x in run.batches(torch.randn(32, 8, generator=torch.Generator().manual_seed(1)).bfloat16(), 8):
+            run.step(lambda x: model(x).square().mean(), x)
+    assert optimizer.state[model.weight]["seen"].dtype == torch.int64
+"""
+
+
+def test_an_optimizers_state_resumes_in_its_dtype(tmp_path: Path) -> None:
+    """torch would round the float32 weights that an optimizer keeps for a bfloat16 model to bfloat16."""
+    starts = [("whole", "12"), ("resumed", "6"), ("resumed", "12")]
+    outputs = [script(1, MASTER, tmp_path / name, steps) for name, steps in starts]
+    assert [done.code for done in outputs] == [0, 0, 0], outputs
+    whole, resumed = (summary_of(tmp_path / name) for name in ("whole", "resumed"))
+    assert "Resuming at step 6" in outputs[-1].output and whole["weights_sha256"] == resumed["weights_sha256"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,9 @@ import torch
 from safetensors import safe_open
 
 from tests import product
-from tests.events import events
+from tests.events import events, summary_of
 from tests.own.job import script
 from tests.own.test_session import SCRIPT
-from tests.ranks import training
 from tests.warm.gang import python
 
 pytestmark = pytest.mark.promise("best-checkpoint")
@@ -23,7 +21,7 @@ pytestmark = pytest.mark.promise("best-checkpoint")
 EPOCHS = """
 import os
 os.environ["LOCKSTEP_THREADS"] = "1"
-TOLD = {2: 0.3, 5: 0.9, 8: 0.5}  # after a step, in the middle of an epoch of six
+SCORES = {2: 0.3, 5: 0.9, 8: 0.5}  # after a step, in the middle of an epoch of six
 def evaluated(run):
     run.boundary()
     run.boundary()
@@ -37,8 +35,8 @@ def train(folder, *words, **settings):
         for epoch in run.epochs(3):
             for batch in run.iterate(list(zip(DATA.tensors[0][:24].split(4), DATA.tensors[1][:24].split(4)))):
                 step(run, model, batch, samples=4)
-                if run.steps in TOLD:
-                    run.log(accuracy=TOLD[run.steps], wer=1 - TOLD[run.steps])
+                if run.steps in SCORES:
+                    run.log(accuracy=SCORES[run.steps], wer=1 - SCORES[run.steps])
             score = evaluated(run)
             if score is not None:
                 run.log(accuracy=score, test_loss=epoch)
@@ -58,7 +56,7 @@ OF_A_START = ("restarts", "preemptions", "wall_seconds", "trained_seconds", "ima
 
 
 def _reached(run_dir: Path) -> dict[str, Any]:
-    summary = json.loads((run_dir / "summary.json").read_text())
+    summary = summary_of(run_dir)
     return {name: value for name, value in summary.items() if name not in OF_A_START}
 
 
@@ -88,13 +86,13 @@ def test_a_run_that_is_stopped_anywhere_reports_what_the_undisturbed_one_does(tm
 
 
 def _exported(run_dir: Path, out: Path, *words: str) -> tuple[str, dict[str, torch.Tensor]]:
-    done = training("export", str(run_dir), str(out), *words)
+    done = python("-m", "lockstep", "export", str(run_dir), str(out), *words)
     assert done.code == 0, done.output
     return done.output.strip(), torch.load(out, weights_only=True)
 
 
 def test_the_best_of_an_epochs_scores_is_kept_with_the_weights_it_was_measured_on(tmp_path: Path) -> None:
-    """Of two scores in one epoch the last one counts, for the weights at its end. Any logged number can be the score, and the lowest
+    """The last score of an epoch counts, for the weights at its end. Any logged number can be the score, and the lowest
     can be the best."""
     lines = """
     made = make
@@ -102,9 +100,9 @@ def test_the_best_of_an_epochs_scores_is_kept_with_the_weights_it_was_measured_o
         global model
         model, optimizer = made(run)
         return model, optimizer
-    def log(run, _told=Session.log, **numbers):
+    def log(run, _log=Session.log, **numbers):
         torch.save(model.state_dict(), f"{sys.argv[1]}-{run.steps}.pt")
-        _told(run, **numbers)
+        _log(run, **numbers)
     Session.log = log
     train(sys.argv[1], "checkpoint.keep=1", checkpoint={"keep_best": {"wer": "min"}})
     """
@@ -113,19 +111,19 @@ def test_the_best_of_an_epochs_scores_is_kept_with_the_weights_it_was_measured_o
     assert done.code == 0, done.output
     assert {step: round(score, 6) for step, score in product.scores(run_dir).items()} == {5: 0.1}
     assert _reached(run_dir)["best_accuracy"] == 0.9, "which is reported, whatever is kept"
-    told, weights = _exported(run_dir, tmp_path / "best.pth", "--best")
-    assert told.endswith("tensors of step 5")
+    output, weights = _exported(run_dir, tmp_path / "best.pth", "--best")
+    assert output.endswith("tensors of step 5")
     expected = torch.load(tmp_path / "run-5.pt", weights_only=True)
     assert weights.keys() == expected.keys() and all(torch.equal(weights[name], expected[name]) for name in weights)
-    training("export", str(run_dir), str(tmp_path / "last.safetensors"))
+    python("-m", "lockstep", "export", str(run_dir), str(tmp_path / "last.safetensors"))
     with safe_open(tmp_path / "last.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt", "classes": '["cat", "Bär"]', "width": "64"}
     assert _exported(run_dir, tmp_path / "named.pth", "--step", "5")[0].endswith("of step 5")
     for words, why in ((("--step", "7"), "5, 18"), (("--best", "--step", "5"), "--step")):
-        done = training("export", str(run_dir), str(tmp_path / "none.pth"), *words)
+        done = python("-m", "lockstep", "export", str(run_dir), str(tmp_path / "none.pth"), *words)
         assert done.code == 2 and why in done.output and "Traceback" not in done.output, done.output
     (run_dir / "checkpoints/step-00000005/state.json").write_text("{}")
-    done = training("export", str(run_dir), str(tmp_path / "none.pth"), "--best")
+    done = python("-m", "lockstep", "export", str(run_dir), str(tmp_path / "none.pth"), "--best")
     assert done.code == 2 and "step-00000005/state.json" in done.output, done.output
     assert not (tmp_path / "none.pth").exists()
 

@@ -77,8 +77,8 @@ def test_a_strategy_whose_state_several_models_would_lose_takes_one(tmp_path: Pa
 
 
 def test_models_that_learn_in_turn_and_together_are_the_same_under_ddp(tmp_path: Path) -> None:
-    """The first pass of a network may be one in which it does not learn, or one through another network. A step whose function
-    failed in its second micro-batch, and is called again, leaves nothing behind."""
+    """A network's first pass may be one without learning, or through another network. A step whose function failed in its second
+    micro-batch, and is called again, leaves no trace."""
     for first in ("head", "both"):
         weights: list[dict[str, torch.Tensor]] = []
         for sync, micro in (("flat", 0), ("ddp", 4)):
@@ -139,7 +139,7 @@ with Session(run_dir, *words, config={"name": "gan"}) as run:
 
 
 @pytest.mark.parametrize(("sync", "scaled"), [("flat", "plain"), (product.POWERSGD, "scaled")])
-def test_the_step_of_one_of_two_networks_is_its_own(tmp_path: Path, sync: str, scaled: str) -> None:
+def test_a_step_of_one_of_two_networks_moves_that_network_alone(tmp_path: Path, sync: str, scaled: str) -> None:
     """One backward pass gives both networks gradients, and one network steps. `clip` scales its gradients alone. An overflow in the
     other network ends no run, and `PowerSgd` forgets it."""
     words = [

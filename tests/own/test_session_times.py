@@ -1,4 +1,4 @@
-"""What a run of one's own says of its times and its samples, and what a start of a complete run leaves as it was."""
+"""Times and samples that a user's run reports. Another start of a complete run leaves its results as they were."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.events import events
+from tests.events import events, status_of, summary_of
 from tests.own.job import script
 from tests.own.test_session import SCRIPT
 
@@ -32,15 +32,15 @@ sys.stdout.write(f"WALL {wall}\\n")  # in one piece: both ranks write
 
 
 def test_two_updates_of_a_batch_count_its_time_once_and_its_samples_in_each(tmp_path: Path) -> None:
-    """As in a GAN. More seconds were trained than had gone by."""
+    """As in a GAN. The trained seconds stay below the wall seconds."""
     done = script(2, SCRIPT + GAN, tmp_path / "run")
     assert done.code == 0, done.output
-    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    summary = summary_of(tmp_path / "run")
     wall = float(re.findall(r"WALL (\S+)", done.output)[0])
     assert summary["steps"] == 16 and 16 * 0.03 <= summary["trained_seconds"] < wall
     assert summary["examples_seen"] == 128
     assert summary["images_per_second"] == pytest.approx(128 / summary["trained_seconds"])
-    # Each step is its own: the times of a batch's second one begin where the first one ended.
+    # The times of a batch's second step begin where its first step ended.
     durations = [event["step_duration"] for event in events(tmp_path / "run", "step")]
     assert len(durations) == 16 and sum(durations) == pytest.approx(summary["trained_seconds"], rel=0.2)
     for rank in (0, 1):
@@ -68,15 +68,15 @@ with Session(sys.argv[1], "log.format=json") as run:
     start(epochs)
     names = ("summary.json", *(path.relative_to(run_dir) for path in run_dir.glob("checkpoints/*/*")))
     before = {name: (run_dir / name).read_bytes() for name in names}
-    status = json.loads((run_dir / "status.json").read_text())
-    told = [event for event in events(run_dir) if event["event"] in ("done", "epoch", "step", "checkpoint")]
+    status = status_of(run_dir)
+    lines = [event for event in events(run_dir) if event["event"] in ("done", "epoch", "step", "checkpoint")]
     output = start(epochs)
     assert {name: (run_dir / name).read_bytes() for name in names} == before
-    assert [event for event in events(run_dir) if event["event"] in ("done", "epoch", "step", "checkpoint")] == told
+    assert [event for event in events(run_dir) if event["event"] in ("done", "epoch", "step", "checkpoint")] == lines
     # A reader of the lines gets the same numbers once more.
-    said = [json.loads(line) for line in output.splitlines() if line.startswith('{"event": "done"')]
-    assert said == [{"event": "done", **json.loads(before["summary.json"])}], output
-    again = json.loads((run_dir / "status.json").read_text())
+    summaries = [json.loads(line) for line in output.splitlines() if line.startswith('{"event": "done"')]
+    assert summaries == [{"event": "done", **json.loads(before["summary.json"])}], output
+    again = status_of(run_dir)
     assert again == {**status, "attempt": 2, "goodput": again["goodput"]}, "each start counts, and nothing else is new"
     assert again["goodput"]["restarts"] == 1 and again["failures"] == 0, "the start before ended well"
 
@@ -84,4 +84,4 @@ with Session(sys.argv[1], "log.format=json") as run:
     start("3")
     (run_dir / "summary.json").write_bytes(before["summary.json"])
     start("3")
-    assert json.loads((run_dir / "summary.json").read_text())["epochs"] == 3
+    assert summary_of(run_dir)["epochs"] == 3

@@ -12,8 +12,11 @@ from tests.own.job import script
 pytestmark = pytest.mark.promise("session-resume")
 
 CODE = """
-import itertools, random, sys, time, types, torch
+import argparse, functools, itertools, multiprocessing, os, random, sys, time, types, numpy as np, torch
 from lockstep import Session
+sys.path.insert(0, sys.argv[1])
+import helper_of_a_script as helper
+from helper_of_a_script import temperature
 COUNTS = {"batches": 0}
 class Meter:
     shown = 0
@@ -29,11 +32,21 @@ class Slow(torch.optim.SGD):
     slow = ()
 class Slots:
     __slots__ = ("n",)
+@torch.no_grad()
+def shrink():
+    shrink.calls += 1
+shrink.calls = 0
+def move(state):
+    state["tau"] += 1.0
 def augment(x, memory=[]):
     augment.calls += 1
     memory.append(1)
     return x
 augment.calls = 0
+class Late:
+    def add(self):
+        self.mean = getattr(self, "mean", 0.0) + 1.0
+        self.last = 2.0
 class Net(torch.nn.Linear):
     last = None
     def forward(self, x):
@@ -44,7 +57,12 @@ def train(kind, run, steps):
     data, net = torch.randn(64, 4, generator=torch.Generator().manual_seed(1)), Net(4, 1)
     model = run.replicate(net)
     optimizer = run.optimizer(lambda parameters: Slow(parameters, lr=0.1))
-    optimizer.slow, loss = [torch.zeros(4)], Loss()
+    optimizer.slow, optimizer._copy, loss = [torch.zeros(4)], torch.zeros(4), Loss()
+    args, torchs, curve = argparse.Namespace(tau=1.0), torch.nn.HuberLoss(delta=1.0), np.poly1d([1.0, 2.0])
+    shared = multiprocessing.Value("d", 0.0)
+    subset, held, part, late = torch.utils.data.Subset(data, [0, 1]), Meter().add, functools.partial(move, {"tau": 1.0}), Late()
+    streams = {"web": itertools.cycle([1, 2])} if kind == "called" else {}
+    deep = types.SimpleNamespace(a=types.SimpleNamespace(b=[types.SimpleNamespace(c=types.SimpleNamespace(d=1.0))]))
     count, meter, history, average, slow = 0, Meter(), [], torch.zeros(4), None
     slots, unmoved, reader = Slots(), itertools.count(), iter(order := list(range(500)))
     slots.n = 0
@@ -54,7 +72,9 @@ def train(kind, run, steps):
     ended = filter(None, (number for number in (1, 2)))
     assert len(list(ended)) == 2
     anchor = net.weight.detach().clone() if kind == "anchor" else None
+    net.act, meter.transform, criterion, tuned, rows, early = torch.nn.Tanh(), torch.abs, torch.sin, torch.sin, iter(read), torch.sin
     for epoch in (number for _, number in enumerate(run.epochs(steps=steps))) if kind == "epochs" else run.epochs(steps=steps):
+        early = torch.cos  # anew in each epoch
         hard = data[model(data).argsort(0)[:4, 0]].clone() if kind == "hard" else data[epoch : epoch + 4]
         batches = run.batches(data, 8)
         for item in enumerate(one for one in batches) if kind == "enumerate" else zip(batches, read) if kind == "zip" else batches:
@@ -71,6 +91,15 @@ def train(kind, run, steps):
                 loss.gamma += 0.5
                 optimizer.slow = [tensor + 1 for tensor in optimizer.slow]
                 COUNTS["batches"] += 1
+            elif kind == "held":
+                args.tau, torchs.delta, deep.a.b[0].c.d = args.tau * 0.9, torchs.delta * 0.9, deep.a.b[0].c.d + 1
+                shared.value += 1.0
+                curve.coeffs[0] += 1.0
+                subset.indices.append(2)
+            elif kind == "called":
+                held(1.5), part(), late.add(), shrink(), temperature(), next(streams["web"])
+                optimizer._copy = optimizer._copy + 1
+                run.config["rate"] *= 0.9
             elif kind == "lists":
                 history.append(seen)
                 random.shuffle(order)
@@ -79,38 +108,62 @@ def train(kind, run, steps):
                 slow = [p.detach().clone() if slow is None else s.lerp(p.detach(), 0.1) for s, p in zip(slow or order, net.parameters())]
                 weights = {name: p.detach().clone() for name, p in net.named_parameters()}
             elif kind == "drawn":
-                noise.random(), next(other), next(reader)
+                noise.random(), next(other), next(reader), next(rows, None)
+            elif kind == "swapped" and run.steps == 2:
+                net.act, meter.transform, criterion = torch.nn.ReLU(), Meter.add, functools.partial(torch.clamp, min=0.5)
+                net.register_forward_hook(lambda module, args, output: output * 2)
+                tuned = (lambda factor: lambda x: x * factor)(2.0)
             elif kind == "calm":
                 clock, run.values["tries"] = time.time(), run.values.get("tries", 0) + 1
                 tries = run.values["tries"]
                 network = run.for_evaluation()
-for kind in sys.argv[3:]:
-    with Session(f"{sys.argv[1]}/{kind}", sync="flat") as run:
-        train(kind, run, int(sys.argv[2]))
+for word in sys.argv[2:]:
+    os.environ["RANK"] == "0" and print("KIND", file=sys.stderr)
+    with Session(f"{sys.argv[1]}/{word.rpartition(':')[0]}", sync="flat", config={"rate": 1.0}) as run:
+        train(word.split(":")[0], run, int(word.split(":")[2]))
 """
 NAMED = {
     "count": {"count", "best"}, "lists": {"history", "order"}, "tensors": {"average", "slow", "weights"}, "hard": {"hard"},
-    "objects": {"meter.total", "Meter.shown", "augment.calls", "augment.memory", "slots.n", "COUNTS", "meter.shown",
-                "loss.gamma", "optimizer.slow"}, "anchor": {"anchor"},
-    "drawn": {"noise", "other", "reader"}, "epochs": {"enumerate"}, "enumerate": {"enumerate"}, "zip": {"zip"}, "calm": set(),
+    "objects": {"meter.total", "Meter.shown", "augment.calls", "augment.memory", "slots.n", "COUNTS", "meter.shown", "held.__self__.shown",
+                "loss.gamma", "optimizer.slow"},
+    "held": {"args.tau", "torchs.delta", "deep.a.b[0].c.d", "shared._obj", "curve.coeffs", "subset.indices"},
+    "called": {"held.__self__.total", "part.args", "late.mean", "shrink.calls", "helper._temperature",
+               "helper_of_a_script._temperature", "streams['web']", "optimizer._copy", "run.config"}, "anchor": {"anchor"},
+    "drawn": {"noise", "other", "reader", "rows"}, "epochs": {"enumerate"},
+    "swapped": {"model (class, functions or hooks)", "module act (class, functions or hooks)", "meter.transform", "criterion", "tuned"},
+    "enumerate": {"enumerate"}, "zip": {"zip"}, "calm": set(),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("planned", [(5, 10), (8, 12)])
-def test_a_start_that_resumes_names_the_variables_that_do_not(tmp_path: Path, planned: tuple[int, int]) -> None:
-    """Counters, lists, averages, objects, copies of the weights, generators, iterators, and what an epoch computes from the weights: each
-    has another value than at the save, in the middle of an epoch or at its end. Batches, the time, the last activation, a model for
-    evaluation, an iterator that has ended, and what the script restores itself are not named."""
-    kinds = [kind for kind in NAMED if planned[0] % 8 or kind not in ("hard", "enumerate", "zip")]
-    first, second = (script(2, CODE, tmp_path, str(steps), *kinds) for steps in planned)
+HELPER = """
+_temperature = 1.0
+def temperature():
+    global _temperature
+    _temperature *= 0.9
+"""
+PLANS = {"middle": (5, 10), "end": (8, 12)}
+"""Position of the save in an epoch of 8 steps → planned steps of the first and the second start."""
+
+
+def test_a_start_that_resumes_names_the_variables_that_do_not(tmp_path: Path) -> None:
+    """Each of these has another value than at the save, in the middle of an epoch or at its end: counters, lists, averages, objects, copies
+    of the weights, generators, iterators, functions, classes and hooks, what an epoch computes from the weights, and what objects of
+    Python, torch and numpy hold. Batches, the time, the last activation, a model for evaluation, an iterator that has ended, what each
+    epoch sets, and what the script restores itself are not named."""
+    (tmp_path / "helper_of_a_script.py").write_text(HELPER)
+    runs = [
+        (kind, plan) for plan in PLANS for kind in NAMED if plan == "middle" or kind not in ("hard", "enumerate", "zip")
+    ]
+    first, second = (
+        script(2, CODE, tmp_path, *(f"{kind}:{plan}:{PLANS[plan][start]}" for kind, plan in runs)) for start in (0, 1)
+    )
     assert (first.code, second.code) == (0, 0), first.output + second.output
-    assert "variables of the script" not in first.output, first.output
-    runs = re.split("This run is kept|Preprocessing", second.output)[1:]
-    assert len(runs) == len(kinds), second.output
-    for kind, output in zip(kinds, runs, strict=True):
-        listed = re.findall(r"no checkpoint has them: (.*?)\. Put what", output)
-        names = {name for line in listed for name in line.split(", ")}
-        names.update(re.findall(r"warning: rank 0: (\w+)\(\) goes over run", output))
+    assert "these variables differ" not in first.output, first.output
+    outputs = second.output.split("KIND\n")[1:]
+    for (kind, _), output in zip(runs, outputs, strict=True):
+        listed = re.findall(r"no checkpoint has them: (.*?)\. Put values", output)
+        names = {name for line in listed for name in re.split(", (?!functions)", line)}
+        names.update(re.findall(r"warning: rank 0: (\w+)\(\) goes over the loop", output))
         assert names == NAMED[kind] and "rank 1: " not in output, (kind, output)
 
 
@@ -118,7 +171,7 @@ DRAWN = """
 import os, sys, numpy as np, torch, torch.nn.functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, random_split
 from lockstep import Session
-class Rough(torch.optim.SGD):  # as one without a learning rate
+class Rough(torch.optim.SGD):  # an optimizer without a learning rate
     def __init__(self, parameters):
         super().__init__(parameters, lr=0.1)
         del self.param_groups[0]["lr"]
@@ -134,58 +187,112 @@ class Own(torch.utils.data.Dataset):
         if kind == "loader" and self.draws is None:
             self.draws = np.random.default_rng()
         return torch.full((4,), float(index)) / 64 + (0 if self.draws is None else self.draws.normal()), index % 3
-kind, steps = sys.argv[2], int(sys.argv[3])
-if kind == "drawn":
-    torch.seed(), np.random.seed()  # as in a process that was not forked
-else:
-    torch.manual_seed(1), np.random.seed(1)
-table, teacher, mask = torch.randn(4, 4), torch.nn.Linear(4, 3).requires_grad_(False), np.random.rand(4)
-chosen, _ = random_split(range(64), [48, 16])
-torch.seed()
-net = torch.nn.Linear(4, 3)
-center, total = torch.zeros(4), 0.0
-with Session(sys.argv[1], sync="flat") as run:
-    model = run.replicate(net)
-    run.optimizer(Rough)
-    def loss(x, y):
-        global total
-        total += 1.0 + run.rank
-        return F.cross_entropy(model((x - center) @ table), y)
-    for epoch in run.epochs(steps=steps):
-        data = Own()
-        loader = DataLoader(data, 8, num_workers=1, sampler=DistributedSampler(data, run.size, run.rank, shuffle=False))
-        for x, y in run.iterate(loader) if kind == "loader" else run.batches(data, 16):
-            if kind == "center":
-                center = 0.9 * center + 0.1 * x.mean(0)
-            run.step(loss, x, y, samples=len(y))
-            torch.rand(1)
+class Accuracy:
+    right = 0
+    def __call__(self, x):
+        self.right += int((x > 0.3).sum()) + 1
+        return self.right
+class Moments:
+    mean, count = 0.0, 0
+    def update(self, x):
+        self.mean, self.count = self.mean + float(x.mean()), self.count + 1
+    def normalize(self, x):
+        return x - self.mean
+class Shift(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.by = torch.zeros(3)
+    def forward(self, x):
+        return x + self.by
+for kind in sys.argv[3:]:
+    os.environ["RANK"] == "0" and print("KIND", file=sys.stderr)
+    if kind == "drawn":
+        torch.seed(), np.random.seed()  # as in a process that was not forked
+    else:
+        torch.manual_seed(1), np.random.seed(1)
+    table, teacher, mask = torch.randn(4, 4), torch.nn.Linear(4, 3).requires_grad_(False), np.random.rand(4)
+    chosen, _ = random_split(range(64), [48, 16])
+    torch.seed()
+    net = torch.nn.Linear(4, 3)
+    center, total, shift, level, bank, moments, log, meter = torch.zeros(4), 0.0, Shift(), 1, {"a": 0.0}, Moments(), [], Moments()
+    features, accuracy = {}, Accuracy()
+    with Session(f"{sys.argv[1]}/{kind}", sync="flat") as run:
+        model = run.replicate(net)
+        run.optimizer(Rough)
+        def loss(x, y):
+            global total
+            total += 1.0 + run.rank
+            log.append(total)
+            meter.update(x)
+            features["x"], seen = x.detach(), accuracy(x)
+            assert len(features["x"]) == len(x) and seen
+            return F.cross_entropy(shift(model(moments.normalize((x - center) @ table) * level + bank["a"])), y)
+        for epoch in run.epochs(steps=int(sys.argv[2])):
+            data = Own()
+            loader = DataLoader(data, 8, num_workers=1, sampler=DistributedSampler(data, run.size, run.rank, shuffle=False))
+            for x, y in run.iterate(loader) if kind == "loader" else run.batches(data, 16):
+                if kind == "center":
+                    level, bank["a"] = level + run.rank, bank["a"] + 1.0 + run.rank
+                    moments.update(x)
+                    center, shift.by = 0.9 * center + 0.1 * x.mean(0), shift.by + 0.1 * y.float().mean()
+                run.step(loss, x, y, samples=len(y))
+                torch.rand(1)
+    del x, y
 """
-OF_RANKS = ["the variable table and 2 more is another one on rank 1 than on rank 0"]
-OF_STARTS = ["the variable table and 3 more is another one than at the start before"]
-MOVED = ["the variable center has another value on rank 1 than on rank 0, and the function of run.step() reads it"]
+OF_RANKS = ["rank 1 has other values of the variable table and 2 more than rank 0"]
+OF_STARTS = ["the start before had other values of the variable table and 3 more"]
+MOVED = [
+    f"the variable {name} differs between rank 1 and rank 0, and the function of run.step() reads it"
+    for name in ("center", "bank", "shift.by", "moments.mean", "level")
+]
 READ = ["a sample of the dataset differs between two reads"]
 
 
-@pytest.mark.parametrize(
-    ("kind", "ranks", "first", "second"),
-    [
-        ("drawn", 2, OF_RANKS, [*OF_RANKS, "the variable chosen.indices is another one than at the start before"]),
-        ("drawn", 1, [], OF_STARTS),
-        ("center", 2, MOVED, ["no checkpoint has them: center, total", *MOVED]),
-        ("loader", 2, READ, [*READ, "the loader gives other ones now"]),
-        ("seeded", 2, [], []),
-    ],
-)
-def test_what_each_rank_or_start_has_for_itself_is_named(
-    tmp_path: Path, kind: str, ranks: int, first: list[str], second: list[str]
-) -> None:
+Warnings = dict[str, tuple[list[str], list[str]]]
+"""Kind → warnings of the first start and of the second."""
+OF_ONE: Warnings = {"drawn": ([], OF_STARTS)}
+OF_TWO: Warnings = {
+    "drawn": (OF_RANKS, [*OF_RANKS, "the start before had other values of the variable chosen.indices"])
+}
+SEEDED: Warnings = {
+    "seeded": ([], []), "center": (MOVED, ["no checkpoint has them: center, total, ", *MOVED]),
+    "loader": (READ, [*READ, "the loader does not repeat them"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("ranks", "warned"), [(1, OF_ONE), (2, OF_TWO), (2, SEEDED)])
+def test_what_each_rank_or_start_has_for_itself_is_named(tmp_path: Path, ranks: int, warned: Warnings) -> None:
     """Two ranks draw another table, teacher and mask before their session, or another start does, and another split. Each rank moves its
     own mean, which the function of a step reads. A loader draws other batches than those that are skipped. What is seeded, the weights, a
     sum for the eye, and torch's generator are not named. The optimizer has no learning rate."""
-    for steps, expected in ((3, first), (6, second)):
-        done = script(ranks, DRAWN, tmp_path / "run", kind, str(steps))
-        lines = [line for line in done.output.splitlines() if "warning: " in line]
-        warnings = [line for line in lines if "no checkpoint has them: total." not in line]
-        assert done.code == 0 and len(warnings) == len(expected), done.output
-        for words, line in zip(expected, warnings):
-            assert words in line, done.output
+    for start, steps in enumerate(("3", "6")):
+        done = script(ranks, DRAWN, tmp_path, steps, *warned)
+        assert done.code == 0, done.output
+        outputs = done.output.split("KIND\n")[1:]
+        for (kind, of_starts), output in zip(warned.items(), outputs, strict=True):
+            lines = [line for line in output.splitlines() if "warning: " in line]
+            warnings = [line for line in lines if "no checkpoint has them: total, log, " not in line]
+            assert len(warnings) == len(of_starts[start]), (kind, warnings)
+            for words in of_starts[start]:
+                assert any(words in line for line in warnings), (kind, output)
+
+
+UNEVEN = """
+import sys, torch
+from lockstep import Session
+data = torch.utils.data.TensorDataset(torch.randn(46, 4, generator=torch.Generator().manual_seed(1)))
+for kind in ("function", "loss"):
+    with Session(f"{sys.argv[1]}/{kind}", sync="flat") as run:
+        model = run.replicate(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5)))
+        run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+        for _ in run.epochs(1):
+            for (x,) in run.batches(data, 23, uneven="weight"):
+                loss = lambda x: model(x).square().mean()
+                run.step(loss, x) if kind == "function" else run.step(loss(x))
+"""
+
+
+def test_generators_that_draw_for_other_numbers_of_samples_are_named(tmp_path: Path) -> None:
+    """Dropout draws for 12 samples on one rank and for 11 on the other, so all later draws differ. A function draws apart."""
+    done = script(2, UNEVEN, tmp_path)
+    assert done.code == 0 and done.output.count("torch's generator has drawn other numbers on rank 1") == 1, done.output

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from tests.events import events
+from tests.events import events, status_of
 from tests.own.job import script
 
 QUIET, MOST, PACE, DELAY, SAMPLES = 15, 600, 0.2, 0.3, 4
@@ -51,6 +50,6 @@ def test_a_rank_that_becomes_slow_is_named(tmp_path: Path) -> None:
     (named,) = events(tmp_path / "run", "slow_rank")
     assert (named["rank"], named["phase"]) == (1, "data")
     assert named["step"] > QUIET
-    said = json.loads((tmp_path / "run/status.json").read_text())["slow_rank"]
-    assert said["rank"] == 1 and said["share"] > 0.03
+    alert = status_of(tmp_path / "run")["slow_rank"]
+    assert alert["rank"] == 1 and alert["share"] > 0.03
     assert "rank 1, in data: costs" in done.output

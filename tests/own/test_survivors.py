@@ -7,7 +7,6 @@ import functools
 import json
 import os
 import random
-import re
 import signal
 import tempfile
 import time
@@ -19,8 +18,8 @@ import pytest
 import torch
 
 from tests import product
-from tests.events import assert_adds_up
-from tests.processes import PYTHON, ROOT, assert_none_inside, poll, processes, require
+from tests.events import assert_adds_up, status_of, summary_of, weights_digest
+from tests.processes import PYTHON, ROOT, assert_none_inside, poll, ranks_of, require
 from tests.ranks import live
 from tests.warm.gang import python
 from tests.warm.process import Process
@@ -43,9 +42,9 @@ def called(rank, tries):
     return [total]
 
 with joined() as world:
-    told, tries = [], []
+    regroups, tries = [], []
     live = world.live = Live(world, 60)
-    live.regrouped = lambda lost, joined, seconds: told.append((lost, world.rank, world.size))
+    live.regrouped = lambda lost, joined, seconds: regroups.append((lost, world.rank, world.size))
     live.ready()
     live.retryable(lambda: dist.barrier() or [])
     (total,) = live.retryable(lambda: called(live.rank, tries), changes=True)
@@ -53,36 +52,36 @@ with joined() as world:
     total += 1000  # as clipping changes a gradient
     time.sleep(1.5 * (live.rank == 0))  # longer than the new group had to connect
     second = all_reduce(torch.ones(1), world)
-    line = json.dumps([live.rank, first, len(tries), float(second), told])
+    line = json.dumps([live.rank, first, len(tries), float(second), regroups])
     os.write(1, f"{line}\\n".encode())  # in one piece: print may write the end of the line by itself
     live.close()
 """
-"""Three ranks sum 1, 10 and 100. One is through with it, one fails behind it, and one is lost then."""
+"""Three ranks sum 1, 10 and 100. Rank 0 has the sum, rank 1 fails after it, and rank 2 is killed."""
 RANKS = 4
 JOB = ROOT / "tests/own/survivors_job.py"
 BOUND = 400.0
 AGAIN = "again"
 UNHEARD_SECONDS = 6.0
-"""After which a loss is none that the ranks hear of: of a process that had not joined them yet."""
+"""After this time the ranks report no loss: the process had not joined them yet."""
 _KILLED = "ended by SIGKILL"
 
 
 def command(run_dir: Path, kind: str, *words: str, restarts: int = 0, ranks: int = RANKS) -> list[str]:
-    """What is written behind `launch --live`."""
+    """Returns the arguments after `launch --live`."""
     options = ["--ranks", str(ranks), "--max-restarts", str(restarts)]
     return [*options, "--", PYTHON, str(JOB), str(run_dir), kind, *words]
 
 
 def readable(run_dir: Path, newest: int | None = None) -> list[dict[str, Any]]:
-    """Its events, or those in so many bytes at the end. A line that a kill has cut off is none."""
-    found = []
+    """Returns the run's events, or those in its last `newest` bytes. Skips a line that a kill has cut off."""
+    events = []
     with contextlib.suppress(OSError), (run_dir / "events.jsonl").open("rb") as file:
         if newest is not None:
             file.seek(max(file.seek(0, os.SEEK_END) - newest, 0))
         for line in file.read().splitlines():
             with contextlib.suppress(ValueError):
-                found.append(json.loads(line))
-    return found
+                events.append(json.loads(line))
+    return events
 
 
 def hashes(run_dir: Path) -> list[tuple[int, str]]:
@@ -92,7 +91,7 @@ def hashes(run_dir: Path) -> list[tuple[int, str]]:
 
 @functools.cache
 def undisturbed(kind: str, times: int = 1) -> list[tuple[int, str]]:
-    """The hashes of a run of one process, which no launcher has started."""
+    """Returns the hashes of a run of one process without a launcher."""
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / kind
         done = python(str(JOB), str(run_dir), kind, f"config.times={times}", timeout=2 * BOUND)
@@ -100,44 +99,30 @@ def undisturbed(kind: str, times: int = 1) -> list[tuple[int, str]]:
         return hashes(run_dir)
 
 
-def ranks_of(launcher: int) -> dict[int, int]:
-    """rank → process, of those that live."""
-    found = {}
-    for pid, state, parent, _ in processes():
-        if parent == launcher and state != "Z":
-            with contextlib.suppress(OSError):
-                told = Path(f"/proc/{pid}/environ").read_bytes()
-                told += Path(f"/proc/{pid}/comm").read_bytes()  # of a forked one: tests/warm/launcher.py
-                if (match := re.search(rb"(?:^|\0)RANK=(\d+)[\0\n]", told)) is not None:
-                    found[int(match[1])] = pid
-    return found
-
-
 def disturb(launcher: Process, run_dir: Path, draw: random.Random, moments: list[tuple[str, int]]) -> list[str]:
-    """Loses one rank, or two, after each of these events: (kind, step, or how many of them there are of `rank_joined`). Returns
-    what was done.
+    """Signals one rank or two after each moment: (kind of event, its step, or the count for `rank_joined`). Returns the signals.
 
-    `AGAIN` as a kind: once there are three ranks again, after the next event of a kind that is drawn.
+    `AGAIN` as a kind: waits for three ranks, and then for the next event of a kind that is drawn.
     """
-    done: list[str] = []
+    signals: list[str] = []
     lost_at, ranks = 0.0, RANKS
     for kind, moment in moments:
         number, pause = draw.choice((1, 1, 1, 2)), draw.choice((0.0, 0.001, 0.01, 0.05))
         which = signal.SIGTERM if int(10 * draw.random()) == 9 else signal.SIGKILL
-        # A loss of so many that the others cannot continue ends the run, saved.
+        # SIGTERM to so many ranks that the others cannot continue saves and ends the run.
         number = 1 if which == signal.SIGTERM else number
         after = draw.choice(("weights", "evaluation", "checkpoint", "log", "regrouped")) if kind == AGAIN else kind
         waited_from: float | None = None
         deadline = time.monotonic() + BOUND
         while launcher.poll() is None and time.monotonic() < deadline:
-            told = readable(run_dir, 1 << 14 if kind == AGAIN else None)
-            ready = any(event["event"] == "weights" and event["step"] > 2 for event in told)
-            last_of_epoch = [event for event in told if event["event"] == "weights" and not event["step"] % 16]
-            of_kind = last_of_epoch if after == "evaluation" else [event for event in told if event["event"] == after]
+            events = readable(run_dir, 1 << 14 if kind == AGAIN else None)
+            ready = any(event["event"] == "weights" and event["step"] > 2 for event in events)
+            last_of_epoch = [event for event in events if event["event"] == "weights" and not event["step"] % 16]
+            of_kind = last_of_epoch if after == "evaluation" else [event for event in events if event["event"] == after]
             if kind == AGAIN:
-                for event in told:
+                for event in events:
                     ranks = event["world_size"] if event["event"] in ("start", "regrouped") else ranks
-                heard = any(event["event"] == "regrouped" and event["time"] > lost_at for event in told)
+                heard = any(event["event"] == "regrouped" and event["time"] > lost_at for event in events)
                 if waited_from is None and ready and ranks > 2 and (heard or time.time() - lost_at > UNHEARD_SECONDS):
                     waited_from = time.time()
                 if waited_from is not None and (
@@ -157,17 +142,17 @@ def disturb(launcher: Process, run_dir: Path, draw: random.Random, moments: list
             rank = draw.choice(sorted(living))
             with contextlib.suppress(ProcessLookupError):
                 os.kill(living[rank], which)  # the process alone: its loader's live on
-                done.append(f"{which.name} of rank {rank} at {after} {moment}")
+                signals.append(f"{which.name} of rank {rank} at {after} {moment}")
             time.sleep(pause)
         lost_at = time.time()
-    return done
+    return signals
 
 
 def check(tmp_path: Path, seed: int, kind: str, replaced: bool = False, losses: int = 0) -> None:
     """
     Args:
-        replaced: lost ranks are replaced, and more are lost as that happens.
-        losses: so often in a long run, whose steps are slow until then.
+        replaced: The launcher replaces lost ranks, and more ranks are lost meanwhile.
+        losses: Number of losses in a long run, whose steps are slow until the last one.
     """
     run_dir, draw, times = tmp_path / "run", random.Random(seed), 2 if replaced else 1
     slow = tmp_path / "slow"
@@ -182,27 +167,28 @@ def check(tmp_path: Path, seed: int, kind: str, replaced: bool = False, losses: 
     else:
         kinds = ("weights", "weights", "checkpoint", "log")
         moments = sorted((draw.choice(kinds), draw.randrange(1, 40)) for _ in range(draw.choice((1, 1, 2))))
-    wanted = undisturbed(kind, times)
+    expected = undisturbed(kind, times)
     options = [f"config.times={times}", f"config.joins={replaced}"]
     words = command(run_dir, kind, *options, restarts=20 * max(losses, replaced))
     with live(*words, cwd=tmp_path) as gang:
-        done = disturb(gang.processes[0], run_dir, draw, moments)
+        signals = disturb(gang.processes[0], run_dir, draw, moments)
         slow.unlink(missing_ok=True)
         ended = gang.wait(BOUND)
-        said = f"{done}\n{ended.output}"
-        # A rank that is lost while the first ones end already is a restart.
-        assert ended.code == 0 or "others have ended" in ended.output, said
-        assert json.loads((run_dir / "status.json").read_text())["code"] == 0, said
+        report = f"{signals}\n{ended.output}"
+        # A rank that is lost while others are ending causes a restart.
+        assert ended.code == 0 or "others have ended" in ended.output, report
+        assert status_of(run_dir)["code"] == 0, report
         assert_none_inside(tmp_path)
         assert_adds_up(run_dir)
-    assert hashes(run_dir) == wanted, said  # each step once, in order, with these weights
-    assert json.loads((run_dir / "summary.json").read_text())["weights_sha256"] == wanted[-1][1], said
-    told = readable(run_dir)
-    lost = [event for event in told if event["event"] == "rank_lost"]
-    joined = [event for event in told if event["event"] == "rank_joined"]
-    assert bool(joined) == (replaced or losses > 0) and all(event["how"] for event in lost), said
-    assert joined or len({event["rank"] for event in lost}) == len(lost), said
-    assert len(done) >= losses and len(lost) >= losses // 2, said
+    assert hashes(run_dir) == expected, report  # each step once, in order, with these weights
+    assert weights_digest(run_dir) == expected[-1][1], report
+    events = readable(run_dir)
+    lost = [event for event in events if event["event"] == "rank_lost"]
+    joined = [event for event in events if event["event"] == "rank_joined"]
+    assert signals and (lost or "others have ended" in ended.output), report
+    assert bool(joined) == (replaced or losses > 0) and all(event["how"] for event in lost), report
+    assert joined or len({event["rank"] for event in lost}) == len(lost), report
+    assert len(signals) >= losses and len(lost) >= losses // 2, report
 
 
 @pytest.mark.promise("survivors")
@@ -211,9 +197,9 @@ def test_a_rank_that_has_missed_a_result_gets_it_from_one_that_has_it(tmp_path: 
     with live("--no-prefix", "--ranks", "3", "--max-restarts", "0", "--", PYTHON, "-c", CALLS) as gang:
         done = gang.wait(BOUND)
     assert done.code == 0, done.output
-    said = sorted(json.loads(line) for line in done.output.splitlines() if line.startswith(("[0, ", "[1, ")))
+    reports = sorted(json.loads(line) for line in done.output.splitlines() if line.startswith(("[0, ", "[1, ")))
     how = {"2": f"{_KILLED}, by hand or because the memory was used up"}
-    assert said == [[0, 111.0, 1, 2.0, [[how, 0, 2]]], [1, 111.0, 1, 2.0, [[how, 1, 2]]]], done.output
+    assert reports == [[0, 111.0, 1, 2.0, [[how, 0, 2]]], [1, 111.0, 1, 2.0, [[how, 1, 2]]]], done.output
 
 
 @pytest.mark.promise("survivors")
@@ -236,8 +222,8 @@ def test_what_cannot_be_taken_again_is_one_restart_with_a_reason(
     assert alone.code == done.code == 0, alone.output + done.output
     assert why in done.output and "Traceback" not in done.output, done.output
     assert "launch: all ranks start again; restarts left after that: 0" in done.output, done.output
-    expected, found = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("alone", "live"))
-    assert (found["weights_sha256"], found["restarts"]) == (expected["weights_sha256"], 1)
+    expected, summary = (summary_of(tmp_path / name) for name in ("alone", "live"))
+    assert (summary["weights_sha256"], summary["restarts"]) == (expected["weights_sha256"], 1)
 
 
 @pytest.mark.promise("survivors", "bad-input")
@@ -260,29 +246,29 @@ def test_a_signal_to_one_rank_has_it_replaced_and_one_to_the_launcher_saves_the_
     """Rank 0 gets a signal, and is replaced. Rank 1 is killed, and is not. The launcher gets a signal: the others save, and the run
     resumes to the same weights."""
     require(hasattr(os, "pidfd_open"), "needs Linux")
-    run_dir, slow, wanted = tmp_path / "run", tmp_path / "slow", undisturbed("net")
+    run_dir, slow, expected = tmp_path / "run", tmp_path / "slow", undisturbed("net")
     slow.touch()
     with live(*command(run_dir, "net", restarts=1)) as gang:
         launcher = gang.processes[0]
 
-        def told(kind: str) -> list[dict[str, Any]]:
+        def events_of(kind: str) -> list[dict[str, Any]]:
             return [event for event in readable(run_dir) if event["event"] == kind]
 
-        poll(lambda: told("weights") or launcher.poll() is not None, BOUND, "the first step")
+        poll(lambda: events_of("weights") or launcher.poll() is not None, BOUND, "the first step")
         os.kill(ranks_of(launcher.pid)[0], signal.SIGTERM)
-        poll(lambda: told("rank_joined") or launcher.poll() is not None, BOUND, "the replacement")
+        poll(lambda: events_of("rank_joined") or launcher.poll() is not None, BOUND, "the replacement")
         os.kill(ranks_of(launcher.pid)[1], signal.SIGKILL)
-        poll(lambda: len(told("rank_lost")) == 2 or launcher.poll() is not None, BOUND, "the second loss")
+        poll(lambda: len(events_of("rank_lost")) == 2 or launcher.poll() is not None, BOUND, "the second loss")
         gang.send_signal(signal.SIGTERM)
         done = gang.wait(BOUND)
     assert done.code == 75 and "rank 0 was told to leave by SIGTERM: 3 of 4 ranks continue" in done.output, done.output
-    (left, killed), (joined,) = told("rank_lost"), told("rank_joined")
+    (left, killed), (joined,) = events_of("rank_lost"), events_of("rank_joined")
     assert (left["rank"], left["how"], killed["rank"], joined["rank"]) == (0, "told to leave by SIGTERM", 1, 0)
     slow.unlink()
     with live(*command(run_dir, "net")) as gang:
         done = gang.wait(BOUND)
     assert done.code == 0 and "Resuming at step" in done.output, done.output
-    assert hashes(run_dir) == wanted
+    assert hashes(run_dir) == expected
 
 
 @pytest.mark.promise("survivors")
@@ -297,9 +283,7 @@ def test_a_script_may_have_several_sessions(tmp_path: Path) -> None:
             done = gang.wait(BOUND)
         assert done.code == 0, done.output
         for name in ("one", "two"):
-            ends = [
-                json.loads((tmp_path / how / name / "summary.json").read_text()) for how in ("alone", f"lose-{lose}")
-            ]
+            ends = [summary_of(tmp_path / how / name) for how in ("alone", f"lose-{lose}")]
             assert ends[0]["weights_sha256"] == ends[1]["weights_sha256"], name
         assert ("ranks were lost in an earlier Session of this script" in done.output) == (lose == "one"), done.output
         assert ("all ranks start again" in done.output) == (lose == "one"), done.output
@@ -310,15 +294,15 @@ def test_a_script_may_have_several_sessions(tmp_path: Path) -> None:
 def test_a_step_that_is_thrown_away_has_left_no_trace(tmp_path: Path) -> None:
     """Rank 2 is lost in the fourth step. The checkpoint after that step equals, value by value, that of a run without a loss."""
     require(hasattr(os, "pidfd_open"), "needs Linux")
-    found = []
+    checkpoints = []
     for lose in ("false", "true"):
         run_dir = tmp_path / lose / "run"
         run_dir.parent.mkdir()
         with live(*command(run_dir, "thrown", f"config.lose={lose}", "checkpoint.keep=9", ranks=3)) as gang:
             done = gang.wait(BOUND)
         assert done.code == 0 and ("Rank 2 was lost after step 3" in done.output) == (lose == "true"), done.output
-        found.append(product.checkpoint(run_dir / "checkpoints/step-00000004"))
-    (shared, ranks), (again_shared, again_ranks) = ((tree["shared"], tree["ranks"]) for tree in found)
+        checkpoints.append(product.checkpoint(run_dir / "checkpoints/step-00000004"))
+    (shared, ranks), (again_shared, again_ranks) = ((tree["shared"], tree["ranks"]) for tree in checkpoints)
     for kept in (shared["kept"], again_shared["kept"]):
         del kept["variables"]  # of the script, which counts its calls
     for name in ("model", "average", "optimizer", "cursor", "kept"):  # in the last: the loss scale
@@ -328,17 +312,17 @@ def test_a_step_that_is_thrown_away_has_left_no_trace(tmp_path: Path) -> None:
             assert_equal(again_ranks[number][name], ranks[number][name], f"{name} of rank {number}")
 
 
-def assert_equal(one: Any, other: Any, place: str) -> None:
-    if isinstance(one, dict) and isinstance(other, dict):
-        assert one.keys() == other.keys(), place
-        for key in one:
-            assert_equal(one[key], other[key], f"{place}.{key}")
-    elif isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        assert len(one) == len(other), place
-        for number, (a, b) in enumerate(zip(one, other)):
+def assert_equal(left: Any, right: Any, place: str) -> None:
+    if isinstance(left, dict) and isinstance(right, dict):
+        assert left.keys() == right.keys(), place
+        for key in left:
+            assert_equal(left[key], right[key], f"{place}.{key}")
+    elif isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
+        assert len(left) == len(right), place
+        for number, (a, b) in enumerate(zip(left, right)):
             assert_equal(a, b, f"{place}.{number}")
     else:
-        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(np.all(one == other)), place
+        assert torch.equal(left, right) if isinstance(left, torch.Tensor) else bool(np.all(left == right)), place
 
 
 KINDS = ("net", "float16", "gan", "net", "part")

@@ -1,10 +1,9 @@
-"""`launch --live` on two nodes, each in its own network namespace: ranks and nodes are lost, cut off and signalled, and come
-anew. The weights are those of an undisturbed run. Real processes, a real cable."""
+"""`launch --live` on two nodes, each in a network namespace: ranks and nodes are lost, cut off and signalled, and
+rejoin. The weights are those of an undisturbed run. Real processes, a real cable."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import signal
@@ -15,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.events import status_of, weights_digest
 from tests.faults.test_launcher_nodes import two_namespaces
-from tests.own.test_survivors import BOUND, JOB, hashes, ranks_of, undisturbed
-from tests.processes import PYTHON, assert_none_inside, clean_env, kill_inside, poll
+from tests.own.test_survivors import BOUND, JOB, hashes, undisturbed
+from tests.processes import PYTHON, assert_none_inside, clean_env, kill_inside, poll, ranks_of
 from tests.ranks import live
 
 LOST_SECONDS = 4
@@ -48,7 +48,7 @@ class Node:
 
 
 def lose(node: Node, fault: str, draw: random.Random, cable: str) -> bool:
-    """Returns whether its launcher is gone."""
+    """Injects the fault. Returns whether the node's launcher ends."""
     process = node.process
     if fault in _OF_RANKS:
         if ranks := node.ranks():
@@ -73,7 +73,7 @@ def lose(node: Node, fault: str, draw: random.Random, cable: str) -> bool:
 
 
 def check(tmp_path: Path, seed: int, times: int) -> list[str]:
-    run_dir, draw, done, wanted = tmp_path / "run", random.Random(seed), list[str](), undisturbed("net", times)
+    run_dir, draw, faults, expected = tmp_path / "run", random.Random(seed), list[str](), undisturbed("net", times)
     nodes: list[Node] = []
     with two_namespaces() as names, contextlib.ExitStack() as stack:
 
@@ -86,8 +86,8 @@ def check(tmp_path: Path, seed: int, times: int) -> list[str]:
         def steps() -> int:
             return len(hashes(run_dir))
 
-        def said() -> str:
-            return "\n".join([str(done), *(node.text() for node in nodes)])
+        def report() -> str:
+            return "\n".join([str(faults), *(node.text() for node in nodes)])
 
         def until(step: int) -> None:
             poll(lambda: steps() >= step or first.process.poll() is not None, BOUND, "the step")
@@ -96,13 +96,13 @@ def check(tmp_path: Path, seed: int, times: int) -> list[str]:
         for _ in range(draw.choice((1, 2, 3))):
             fault = draw.choice(FAULTS)
             node = first if fault in _OF_RANKS and draw.random() < 0.5 else second
-            done.append(f"{fault} node {node.number} after step {steps()}")
+            faults.append(f"{fault} node {node.number} after step {steps()}")
             if lose(node, fault, draw, "ls1"):
-                poll(lambda: node.process.poll() is not None, BOUND, f"the end of its launcher: {said()}")
+                poll(lambda: node.process.poll() is not None, BOUND, f"the end of its launcher: {report()}")
                 assert_none_inside(node.folder)
                 if draw.random() < 0.7:
                     second = start(1)
-                    done.append("another one comes")
+                    faults.append("another one comes")
                 elif first.process.poll() is None:
                     break
             until(steps() + draw.randrange(1, 60))
@@ -111,14 +111,14 @@ def check(tmp_path: Path, seed: int, times: int) -> list[str]:
             if second.process.poll() is None:
                 poll(lambda: second.process.poll() is not None, BOUND, "the end of the other node")
         except AssertionError as error:
-            raise AssertionError(f"{error}\n{said()}") from None
-        assert first.process.poll() == 0, said()
-        assert json.loads((run_dir / "status.json").read_text())["code"] == 0, said()
-        assert hashes(run_dir) == wanted, said()
-        assert json.loads((run_dir / "summary.json").read_text())["weights_sha256"] == wanted[-1][1], said()
+            raise AssertionError(f"{error}\n{report()}") from None
+        assert first.process.poll() == 0, report()
+        assert status_of(run_dir)["code"] == 0, report()
+        assert hashes(run_dir) == expected, report()
+        assert weights_digest(run_dir) == expected[-1][1], report()
         for node in nodes:
             assert_none_inside(node.folder)
-    return done
+    return faults
 
 
 @pytest.mark.promise("survivors", "nodes")

@@ -18,8 +18,8 @@ BLOCK = re.compile(
 )
 
 
-def applied(text: str, folder: Path) -> list[Path]:
-    """Does what the blocks of an example say. The files that it makes or changes."""
+def apply_example(text: str, folder: Path) -> list[Path]:
+    """Applies the blocks of an example. Returns the files that it makes or changes."""
     blocks = list(BLOCK.finditer(text))
     assert len(blocks) == len(re.findall(r"^```(?!sh)\w+$", text, re.MULTILINE)) > 0, "a block that nobody reads"
     for block in blocks:
@@ -37,7 +37,7 @@ def test_the_example_passes_the_contract_test_that_it_names(tmp_path: Path) -> N
     copy = copy_to(tmp_path / "lockstep")
     whole = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     example = whole.partition("## A worked example\n")[2].partition("### The other kinds\n")[0]
-    changed = applied(example, copy)
+    changed = apply_example(example, copy)
     (commands,) = re.findall(r"^```sh\n(.*?)^```$", example, re.DOTALL | re.MULTILINE)
     env = clean_env(PYTHONPATH="", PYTEST_ADDOPTS="-p no:cacheprovider")
     env["PATH"] = f"{Path(PYTHON).parent}{os.pathsep}{env['PATH']}"

@@ -1,4 +1,4 @@
-"""`lockstep init`: what it writes trains, passes its own test, and is a job for every backend as it stands."""
+"""`lockstep init`: the new project trains, passes its test, and is a job for every backend without changes."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import PYTHON, ROOT, Result, clean_env, run
-
-LOCKSTEP = str(Path(PYTHON).parent / "lockstep")
+from tests.processes import LOCKSTEP, PYTHON, ROOT, Result, clean_env, run
 
 
 def _lockstep(folder: Path, *words: str, code: int = 0) -> Result:
@@ -22,10 +20,10 @@ def _lockstep(folder: Path, *words: str, code: int = 0) -> Result:
     return done
 
 
-def test_a_new_project_trains_passes_its_own_test_and_is_a_job_for_every_backend(tmp_path: Path) -> None:
-    """With nothing but the environment on the path, as the README of it says."""
-    made = _lockstep(tmp_path, "init", "My Project_2")
-    assert "make train && make test" in made.output
+def test_a_new_project_trains_passes_its_test_and_is_a_job_for_every_backend(tmp_path: Path) -> None:
+    """Only the environment is on the path, as the project's README says."""
+    init = _lockstep(tmp_path, "init", "My Project_2")
+    assert "make train && make test" in init.output
     folder = tmp_path / "My Project_2"
     subprocess.run(["git", "init", "-q"], cwd=folder, check=True)
     subprocess.run(["git", "add", "."], cwd=folder, check=True)
@@ -36,30 +34,30 @@ def test_a_new_project_trains_passes_its_own_test_and_is_a_job_for_every_backend
         rendered = _lockstep(folder, "render", backend, "job.yaml").output
         assert "my-project-2" in rendered and "error" not in rendered, rendered
     assert _lockstep(folder, "lint", "job.yaml").output == "", "what all backends have in common"
-    pushed = _lockstep(folder, "lint", "job.yaml", "--backend", "k8s", "--image", "localhost:5000/mine:1").output
-    assert pushed == ""
-    left = subprocess.run(
+    output = _lockstep(folder, "lint", "job.yaml", "--backend", "k8s", "--image", "localhost:5000/mine:1").output
+    assert output == ""
+    status = subprocess.run(
         ["git", "status", "--porcelain", "-uall"], cwd=folder, check=True, capture_output=True, text=True
     )
-    new = [line for line in left.stdout.splitlines() if not line.startswith("A ")]
+    new = [line for line in status.stdout.splitlines() if not line.startswith("A ")]
     assert new == [], "its .gitignore knows what a run leaves"
 
 
 @pytest.mark.promise("bad-input")
 def test_nothing_that_is_there_is_overwritten(tmp_path: Path) -> None:
-    for there in ("file", "full", "link", "dotfile"):
-        folder = tmp_path / there
+    for kind in ("file", "full", "link", "dotfile"):
+        folder = tmp_path / kind
         folder.mkdir()
-        target, kept = folder / "mine", folder / "mine"
-        if there == "link":
+        target, file = folder / "mine", folder / "mine"
+        if kind == "link":
             target.symlink_to(folder / "nowhere")
-        elif there != "file":
+        elif kind != "file":
             target.mkdir()
-            kept = target / (".hidden" if there == "dotfile" else "train.py")
-        if there != "link":
-            kept.write_text("mine")
+            file = target / (".hidden" if kind == "dotfile" else "train.py")
+        if kind != "link":
+            file.write_text("mine")
         assert "mine" in _lockstep(folder, "init", "mine", code=2).output
-        assert (there == "link" and not (folder / "nowhere").exists()) or kept.read_text() == "mine"
+        assert (kind == "link" and not (folder / "nowhere").exists()) or file.read_text() == "mine"
     (tmp_path / "empty").mkdir()
     _lockstep(tmp_path / "empty", "init", ".")
     assert (tmp_path / "empty/train.py").exists()

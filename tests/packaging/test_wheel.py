@@ -1,6 +1,6 @@
-"""The wheel and the sdist: their content, and the wheel's behaviour next to some packages and without others.
+"""The wheel and the sdist: their content, and the wheel's behaviour with and without optional packages.
 
-uv builds them. The environments are made of links to the packages that are installed here. So they need no index, and an
+uv builds both. The environments link to the packages that are installed here. So they need no index, and an
 installation that lacks a package fails.
 """
 
@@ -29,7 +29,7 @@ from tests.processes import PYTHON, ROOT, clean_env, run
 pytestmark = pytest.mark.promise("installing")
 DISTRIBUTION = project()["name"]
 LINKED = ("training", "jobs", "tools", "torture")
-"""Folders of the checkout that `lockstep/` has links to: in the wheel they are folders of it."""
+"""Folders that `lockstep/` links to in the checkout, and contains in the wheel."""
 WHEEL = f"{DISTRIBUTION.replace('-', '_')}-{project()['version']}-py3-none-any.whl"
 JOB = ["--recipe", "smoke", "--image", "localhost:5000/lockstep@sha256:" + "0" * 64]
 Done = subprocess.CompletedProcess[str]
@@ -39,7 +39,7 @@ TRAINS = ("train", "k8s", "slurm")
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the sdist, and the wheel that was made of it. Built in a copy: setuptools writes next to the sources."""
+    """Builds the sdist and its wheel into a folder. The build runs in a copy: setuptools writes next to the sources."""
     folder = tmp_path_factory.mktemp("built")
     uv("build", "--out-dir", str(folder), cwd=copy_to(folder / "checkout"))
     return folder
@@ -47,22 +47,24 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    """`installed("k8s")`: the programs of an environment with the wheel and this extra, and what these declare."""
+    """`installed("k8s")` returns the programs of an environment with the wheel, this extra and their dependencies."""
 
     @cache
     def make(*extras: str) -> Path:
         folder = tmp_path_factory.mktemp("-".join(["with", *extras]))
         linked(folder, declared().union({"pip"}, *map(declared, extras)))
         wheel = str(built / WHEEL) + (f"[{','.join(extras)}]" if extras else "")
-        done = ran(folder / "bin", "python", "-m", "pip", "install", "--no-index", wheel, PIP_CONFIG_FILE=os.devnull)
+        done = run_program(
+            folder / "bin", "python", "-m", "pip", "install", "--no-index", wheel, PIP_CONFIG_FILE=os.devnull
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         return folder / "bin"
 
     return make
 
 
-def ran(programs: Path, *words: str, cwd: Path | None = None, **env: str) -> Done:
-    """A program of the environment, in a folder where the checkout is not on the path."""
+def run_program(programs: Path, *words: str, cwd: Path | None = None, **env: str) -> Done:
+    """Runs a program of the environment in a folder where the checkout is not on the path."""
     here = cwd or programs
     settings = clean_env(
         LOCKSTEP_HOME=str(here / "home"), KUBECONFIG=str(here / "none"), PYTHONWARNINGS="ignore", **env
@@ -97,7 +99,7 @@ def test_the_wheel_and_the_sdist_hold_the_packages_and_nothing_else(built: Path)
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "expected"),
     [
         (["--version"], f"lockstep {project()['version']}"), (["schema"], '"recipe"'), (["settings", "smoke"], "sync.name"),
         (["render", "k8s", *JOB, "--profile", "pyxis-cluster", "--set", "overrides.optim.lr=0.25"], "optim.lr=0.25"),
@@ -107,22 +109,22 @@ def test_the_wheel_and_the_sdist_hold_the_packages_and_nothing_else(built: Path)
     ],
     ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else "",
 )  # fmt: skip
-def test_the_dispatcher_alone(installed: Installed, tmp_path: Path, words: list[str], said: str) -> None:
-    """Without torch, and with the files that it reads: profiles, recipes."""
+def test_the_dispatcher_alone(installed: Installed, tmp_path: Path, words: list[str], expected: str) -> None:
+    """It works without torch, and reads its profiles and recipes."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run/run.yaml").write_text("config: {recipe: smoke}\n")
-    done = ran(installed(), "lockstep", *words, cwd=tmp_path)
-    assert done.returncode == 0 and said in done.stdout, done.stdout + done.stderr
+    done = run_program(installed(), "lockstep", *words, cwd=tmp_path)
+    assert done.returncode == 0 and expected in done.stdout, done.stdout + done.stderr
 
 
 def test_with_their_extras_backends_answer_without_torch(installed: Installed, tmp_path: Path) -> None:
     programs = installed("k8s", "slurm")
-    done = ran(programs, "lockstep", "status", "k8s", "smoke", cwd=tmp_path)
+    done = run_program(programs, "lockstep", "status", "k8s", "smoke", cwd=tmp_path)
     assert done.returncode == 2 and "kubeconfig" in done.stderr, done.stderr
     render = ["lockstep", "render", "slurm", "--recipe", "smoke"]
-    done = ran(programs, *render, cwd=tmp_path)
+    done = run_program(programs, *render, cwd=tmp_path)
     assert done.returncode == 0 and "#SBATCH" in done.stdout, done.stderr
-    done = ran(programs, *render, "--set", "overrides.sync.name=gossip", cwd=tmp_path)
+    done = run_program(programs, *render, "--set", "overrides.sync.name=gossip", cwd=tmp_path)
     assert done.returncode == 2 and "sync.name" in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 
@@ -145,7 +147,7 @@ DRIVER = (
 def test_a_missing_extra_is_one_line_that_names_it(
     installed: Installed, extra: str, words: list[str], tmp_path: Path
 ) -> None:
-    done = ran(installed(), *words, cwd=tmp_path)
+    done = run_program(installed(), *words, cwd=tmp_path)
     (error,) = [line for line in done.stderr.splitlines() if not line.startswith("warning: ")]
     assert done.returncode == 2 and f"extra [{extra}]" in error and f"pip install '{DISTRIBUTION}[{extra}]'" in error
     assert not (tmp_path / "runs").exists() and not list(tmp_path.glob("home/*/smoke"))
@@ -156,7 +158,7 @@ def test_a_package_that_is_there_and_broken_is_not_called_missing(installed: Ins
         (tmp_path / f"broken/{package}").mkdir(parents=True)
         (tmp_path / f"broken/{package}/__init__.py").write_text("import kubernetes._native")
     broken = str(tmp_path / "broken")
-    done = ran(installed(), "lockstep", "status", "k8s", "smoke", cwd=tmp_path, PYTHONPATH=broken)
+    done = run_program(installed(), "lockstep", "status", "k8s", "smoke", cwd=tmp_path, PYTHONPATH=broken)
     assert done.returncode == 1 and "Traceback" in done.stderr and "extra [" not in done.stderr, done.stderr
 
 
@@ -165,7 +167,7 @@ def test_no_second_torch_is_installed_and_the_wheel_trains(installed: Installed,
     site = next(programs.parent.glob("lib/python*/site-packages"))
     assert (site / "torch").is_symlink() and not (site / "lockstep").is_symlink()
     words = ["run", "smoke", "--ranks", "1", "--run-dir", "run", "--set", "epochs=1", "--set", "threads=1"]
-    done = ran(programs, "lockstep", *words, cwd=tmp_path)
+    done = run_program(programs, "lockstep", *words, cwd=tmp_path)
     assert done.returncode == 0 and "Final validation accuracy" in done.stdout, done.stdout + done.stderr
 
 
@@ -189,7 +191,7 @@ print("trained", NAME)
 
 
 def test_a_project_with_packages_training_and_jobs_uses_lockstep(installed: Installed, tmp_path: Path) -> None:
-    """They travel with its job, and its Session runs next to them."""
+    """Its packages travel with its job, and its Session runs next to them."""
     programs, project = installed(*TRAINS), tmp_path / "project"
     net = "import torch\n\n\nclass Net(torch.nn.Linear):\n    def __init__(self):\n        super().__init__(3, 1)\n"
     for package, module, text in (("training", "net", net), ("jobs", "names", "NAME = 'theirs'\n")):
@@ -198,15 +200,15 @@ def test_a_project_with_packages_training_and_jobs_uses_lockstep(installed: Inst
         (project / package / f"{module}.py").write_text(text)
     (project / "train.py").write_text(THEIRS)
     (project / "job.yaml").write_text("name: theirs\ncommand: [python, train.py]\ncode: .\nranks_per_node: 1\n")
-    done = ran(programs, "lockstep", "submit", "local", "job.yaml", "--wait", "120", cwd=project)
-    told = ran(programs, "lockstep", "logs", "local", "theirs", cwd=project).stdout
-    assert done.returncode == 0 and "trained theirs" in told, done.stdout + done.stderr + told
-    where = ran(programs, "python", "-c", "import training", cwd=ROOT)
+    done = run_program(programs, "lockstep", "submit", "local", "job.yaml", "--wait", "120", cwd=project)
+    output = run_program(programs, "lockstep", "logs", "local", "theirs", cwd=project).stdout
+    assert done.returncode == 0 and "trained theirs" in output, done.stdout + done.stderr + output
+    where = run_program(programs, "python", "-c", "import training", cwd=ROOT)
     assert where.returncode == 1 and "is imported as lockstep.training" in where.stderr, where
 
 
 def test_a_run_loads_no_compiler(tmp_path: Path) -> None:
-    """torch imports its own for some harmless calls; that costs seconds of every start. One process, a run for each optimizer."""
+    """torch imports its compiler for some harmless calls, which costs seconds of every start. One process runs each optimizer."""
     code = (
         "import sys; from lockstep.training.__main__ import leave, main\n"
         "def run(name): return main(['run', 'smoke', '--run-dir', f'{sys.argv[1]}/{name}', '--set', *sys.argv[2:], f'optim.name={name}'])\n"
@@ -221,11 +223,11 @@ def test_a_run_loads_no_compiler(tmp_path: Path) -> None:
 
 
 def test_what_is_imported_is_declared() -> None:
-    """A package that only another one brings may go with its next version."""
+    """A package that only a dependency brings may go with its next version."""
     distributions = importlib.metadata.packages_distributions()
 
     def declared_as(package: str) -> set[str]:
-        return {canonicalize_name(name) for name in distributions.get(package, [package])}  # not here: its own name
+        return {canonicalize_name(name) for name in distributions.get(package, [package])}  # not here: the name itself
 
     known = sys.stdlib_module_names | {"lockstep", "triton"}  # torch's builds for GPUs bring triton
     for package, extras in (("jobs", ("k8s", "slurm")), ("training", ("train", "cloud", "tensorboard", "wandb"))):
@@ -234,16 +236,16 @@ def test_what_is_imported_is_declared() -> None:
             for name in {name.split(".")[0] for name in imports_of(module, path, {})} - known:
                 assert declared_as(name) & allowed, f"{module} imports {name}, which pyproject.toml does not declare"
     for extra, packages in product.EXTRAS.items():
-        assert {one for package in packages for one in declared_as(package)} == declared(extra), extra
+        assert {name for package in packages for name in declared_as(package)} == declared(extra), extra
 
 
 def test_no_message_advises_to_install_a_package_of_another_project() -> None:
     """`lockstep` on the public index is another project."""
-    told = re.compile(r"pipx? install (?:-\S+ )*['\"]?lockstep(?![\w/.-])|(?<![\w/.-])lockstep\[[a-z0-9,]+\]")
-    assert told.search("pip install -q lockstep") and not told.search(f"pip install '{DISTRIBUTION}[k8s]'")
+    advice = re.compile(r"pipx? install (?:-\S+ )*['\"]?lockstep(?![\w/.-])|(?<![\w/.-])lockstep\[[a-z0-9,]+\]")
+    assert advice.search("pip install -q lockstep") and not advice.search(f"pip install '{DISTRIBUTION}[k8s]'")
     for name in sources():
         if name.endswith((".md", ".py", ".yaml", "Makefile", "Dockerfile")) and not name.startswith("tests/"):
-            assert not told.search((ROOT / name).read_text(encoding="utf-8")), name
+            assert not advice.search((ROOT / name).read_text(encoding="utf-8")), name
 
 
 def test_one_version() -> None:

@@ -1,9 +1,9 @@
-"""The one place of the tests that reaches inside the product.
+"""The only folder of the tests that imports the product's internals.
 
-Tests come from outside: the command line with `--json`, the files that users see, and names that users import (`PUBLIC`).
-What none of these gives – a checkpoint's tensors, the names of all strategies, a backend as an object – they take from
-here. So a module that moves costs its own unit tests in `tests/unit/`, and lines of this folder. What needs torch is
-imported when it is used: the dispatcher's tests run without.
+Tests use the command line with `--json`, the files that users see, and names that users import (`PUBLIC`).
+This folder gives the rest: a checkpoint's tensors, the names of all strategies, a backend as an object.
+A module that moves changes its unit tests in `tests/unit/` and lines of this folder. Modules that need torch are
+imported at their first use: the dispatcher's tests run without torch.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ PUBLIC = {
     "lockstep.training.parallel.world",
     "lockstep.training.resilience.closeness",
 }
-"""Modules that the documentation tells users to import from; `lockstep` itself besides."""
+"""Modules that users import from according to the documentation, next to `lockstep`."""
 AS_THEY_ARE = {
     "JobSpec": "jobs.spec.model:JobSpec",
-    "SGD": "training.optim.base:SGD",  # torch's, which does not import its compiler: two CPU seconds of a fresh interpreter
+    "SGD": "training.optim.base:SGD",  # torch's SGD without the import of torch's compiler, which takes two CPU seconds
     "Status": "jobs.status:Status",
     "Streams": "jobs.process:Streams",  # for a backend's `execute`: three descriptors
     "Unreachable": "jobs.status:Unreachable",
-    "backend": "jobs.backend:backend_of",  # by its name on the command line
-    "command_line": "jobs.cli.main:main",  # what the program `lockstep` runs; ends with SystemExit
-    "copy_of_code": "jobs.snapshots:unpacked",  # identity → the folder that local jobs run it in
+    "backend": "jobs.backend:backend_of",  # name on the command line → backend
+    "command_line": "jobs.cli.main:main",  # the main function of `lockstep`; raises SystemExit
+    "copy_of_code": "jobs.snapshots:unpacked",  # identity → the folder in which local jobs run the code
     "sweep": "jobs.sweep:expand",
     "EXTRAS": "training.extras:EXTRAS",
     "UserError": "training.contract:UserError",
     "EXIT_PREEMPTED": "training.contract:EXIT_PREEMPTED",
     "EXIT_USAGE": "training.contract:EXIT_USAGE",
-    "clean": "training.checkpoint.store:clean",  # of a folder of checkpoints: what killed saves have left
+    "clean": "training.checkpoint.store:clean",  # removes the leftovers of killed saves from a folder of checkpoints
     "goodput": "training.observe.account:of_run",  # run directory → its account
     "data": "training.config:Data",  # the settings of that group, checked
-    "doctor_gpu": "tools.doctor:main",  # rows, whether to print JSON, and the Python of its processes
-    "metrics_reader": "tools.ranks:Reader",  # run directory → what reads its ranks' metrics
+    "doctor_gpu": "tools.doctor:main",  # arguments: rows, whether to print JSON, the Python of its processes
+    "metrics_reader": "tools.ranks:Reader",  # run directory → the reader of its ranks' metrics
     "leave": "training.__main__:leave",  # ends a rank as the program does: without the interpreter's teardown
     "prepared": "training.data.shard_writer:prepare",  # settings of the group `data` → shards
     "report": "tools.report:write",
-    "sealed": "training.checkpoint.store:seal",  # the checksum that a manifest carries of itself
+    "sealed": "training.checkpoint.store:seal",  # the manifest's checksum of itself
     "set_threads": "training.parallel.world:set_threads",
-    "user_errors": "training.contract:user_errors",  # what a user is to read becomes one line and an exit code
+    "user_errors": "training.contract:user_errors",  # prints a user's error as one line, with its exit code
 }
-"""What tests take as the product has it."""
+"""Names of the product that tests use unchanged."""
 
 
 def __getattr__(name: str) -> Any:

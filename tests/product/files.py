@@ -1,4 +1,4 @@
-"""Readers of files from elsewhere, and what a save does to the disk."""
+"""Readers of file formats, and saves with a hook at each disk access."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _weights = Inside("training.checkpoint.weights")
 
 
 def read(kind: str, path: Path, **more: Any) -> Any:
-    """What the product makes of a file or folder of that kind. Raises `UserError` where it refuses it."""
+    """Reads a file or folder of that kind as the product does. Raises `UserError` if the product refuses it."""
     try:
         return _READERS[kind](path, **more)
     except _store.CorruptCheckpoint as error:
@@ -35,7 +35,7 @@ def read(kind: str, path: Path, **more: Any) -> Any:
 
 
 def _recipe(path: Path, words: Sequence[str] = ()) -> Any:
-    """With `words` as behind `--set`; it is the same again when it was written down and read."""
+    """Loads a recipe with `words` as after `--set`, and checks that a round trip changes nothing."""
     loaded = _config.load(str(path), list(words))
     again = _config.of_run(_config.to_dict(loaded), "written down")
     assert _config.differences(loaded, again) == []
@@ -73,7 +73,7 @@ _READERS: dict[str, Callable[..., Any]] = {
 
 
 def save(directory: Path, step: int, state: Any, touched: Callable[[int], None] | None = None) -> Path:
-    """Saves a checkpoint as a run does, keeping two. `touched(n)` is called before the n-th touch of the disk."""
+    """Saves a checkpoint as a run does, and keeps two. Calls `touched(n)` before the n-th disk access."""
     count = itertools.count(1)
 
     def watched(function: Any) -> Any:
@@ -90,7 +90,7 @@ def save(directory: Path, step: int, state: Any, touched: Callable[[int], None] 
 
 
 def seal(checkpoint: Path) -> None:
-    """Has a checkpoint's manifest vouch for the files as they are."""
+    """Updates a checkpoint's manifest to the files as they are."""
     path = checkpoint / "manifest.json"
     value = json.loads(path.read_bytes())
     for name in value["files"]:
@@ -101,11 +101,16 @@ def seal(checkpoint: Path) -> None:
 
 
 def make_shards(folder: Path, samples: int = 12) -> Path:
-    """A folder of shards of small synthetic images."""
+    """Writes shards of small synthetic images."""
     raw = _sources.load("synthetic", folder, {"n": samples, "n_test": 3, "size": 4})
     return _shard_writer.write(raw, folder, "synthetic").directory
 
 
-def train(*words: str) -> int:
-    """The exit code of `python -m lockstep.training WORDS`, in this process: for hundreds of calls."""
-    return Inside("training.__main__").main(list(words))
+def export(*words: str) -> int:
+    """Runs `lockstep export WORDS` in this process, for hundreds of calls. Returns the exit code."""
+    contract = Inside("training.contract")
+    try:
+        return Inside("tools.export").main(list(words))
+    except contract.UserError as error:
+        contract.print_error(error)
+        return error.code

@@ -1,4 +1,4 @@
-"""Modules of the product, imported when a test uses a name of them: the tests of job dispatch need no torch."""
+"""Modules of the product, imported at first use: the tests of job dispatch need no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Inside:
-    """The module `lockstep.NAME`. What is set on it is set on the module."""
+    """The module `lockstep.NAME`. Setting an attribute sets it on the module."""
 
     def __init__(self, name: str) -> None:
         vars(self)["name"] = f"lockstep.{name}"

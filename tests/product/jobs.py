@@ -32,7 +32,7 @@ def kubernetes(
     interval: float = 0.2, lost_after: float = 1.0, timeout: float = 5.0, attempts: int = 5,
     sleep: Callable[[float], None] = lambda seconds: None,
 ) -> Iterator[Any]:  # fmt: skip
-    """The Kubernetes backend of $KUBECONFIG. `sleep`: what it does between two attempts at a request."""
+    """Yields the Kubernetes backend of $KUBECONFIG. It calls `sleep` between two attempts at a request."""
     load, namespace = _k8s.load_configuration(None)
     api = _k8s.Api(load, timeout, attempts, sleep)
     yield _k8s_backend.KubernetesBackend(api, namespace, interval, lost_after)
@@ -40,40 +40,40 @@ def kubernetes(
 
 
 def impatient_kubernetes() -> Any:
-    """The Kubernetes backend of $KUBECONFIG, which waits a moment where a person's would wait for seconds."""
+    """Returns the Kubernetes backend of $KUBECONFIG, with pauses of at most 0.1 s."""
     load, namespace = _k8s.load_configuration(None)
     api = _k8s.Api(load, sleep=lambda seconds: time.sleep(min(seconds, 0.1)))
     return _k8s_backend.KubernetesBackend(api, namespace, interval=0.2, lost_after=2)
 
 
 def on_clock(backend: Any, clock: Any, patch: pytest.MonkeyPatch) -> None:
-    """The Kubernetes backend lives by a clock of the test's own, with the patience that it has by itself."""
+    """Gives the Kubernetes backend the test's clock, and its default waiting times."""
     backend.interval, backend.lost_after = 10.0, 300.0
     patch.setattr("lockstep.jobs.backend.time", clock)
     patch.setattr("lockstep.jobs.kubernetes.backend.time", clock)
 
 
 def manifests(name: str, spec: JobSpec) -> tuple[list[dict[str, Any]], str]:
-    """What a cluster's backend makes of a job: the objects, and the text that `render` prints."""
+    """Returns the objects that a cluster's backend makes of a job, and the text that `render` prints."""
     objects = _backend.backend_of(name).manifests(spec)
     return objects, _manifest.to_yaml(objects)
 
 
 def findings(name: str, spec: JobSpec, objects: list[dict[str, Any]] | None = None) -> dict[str, Any]:
-    """What the rules of a cluster's backend find in a job, or in other objects for it: id → finding."""
+    """Applies the rules of a cluster's backend to a job, or to other objects for it: id → finding."""
     rules = _backend.backend_of(name).rules
     spec, _ = _snapshots.resolve(spec)
-    given = manifests(name, spec)[0] if objects is None else objects
-    return {item.id: item for item in rules.apply(spec, given)}
+    targets = manifests(name, spec)[0] if objects is None else objects
+    return {item.id: item for item in rules.apply(spec, targets)}
 
 
 def rules(name: str) -> set[str]:
-    """The ids of those rules."""
+    """Returns the ids of its rules."""
     return {rule.id for rule in _backend.backend_of(name).rules.all()}
 
 
 def files_of_code(packed: bytes, identity: str) -> set[str]:
-    """The paths in an archive of code. Raises where it is damaged, or another one than that of the identity."""
+    """Returns the paths in an archive of code. Raises if it is damaged or has another identity."""
     return {file.path for file in _archive.read(packed, identity)}
 
 
@@ -82,8 +82,8 @@ PROGRAM = "import sys; sys.argv[0] = 'lockstep'; from lockstep.jobs.cli.main imp
 
 
 def local(folder: Path, bare: bool = True) -> Any:
-    """The local backend with its records in `folder`. A bare one runs a job's command itself, where a launcher takes
-    seconds to begin."""
+    """Returns the local backend with its records in `folder`. A bare backend runs a job's command without the slow
+    launcher."""
     backend = Inside("jobs.local.backend").LocalBackend
 
     class Bare(backend):  # type: ignore[misc, valid-type]
@@ -95,86 +95,86 @@ def local(folder: Path, bare: bool = True) -> Any:
 
 
 def travels(folder: Path) -> dict[str, bytes]:
-    """The files of a folder that travel with a job, and what they hold. Raises `UserError`."""
+    """Returns the files of a folder that travel with a job: path → content. Raises `UserError`."""
     return {file.path: file.data for file in _snapshots.collect(folder).files}
 
 
 def code_of(folder: Path) -> tuple[str, bytes]:
-    """Identity and archive of the code in a folder."""
-    found = _snapshots.collect(folder)
-    return found.identity, found.packed
+    """Returns identity and archive of the code in a folder."""
+    snapshot = _snapshots.collect(folder)
+    return snapshot.identity, snapshot.packed
 
 
 def pinned(spec: JobSpec) -> JobSpec:
-    """The spec with the identity of its code in place of the folder; nothing is kept."""
+    """Returns the spec with the identity of its code in place of the folder; stores nothing."""
     return _snapshots.resolve(spec)[0]
 
 
 def kept(*specs: JobSpec) -> list[JobSpec]:
-    """The specs as they are submitted, with their code kept in $LOCKSTEP_HOME."""
+    """Stores the specs' code in $LOCKSTEP_HOME. Returns the specs as submitted."""
     return _snapshots.snapshot_all(list(specs))
 
 
 def lower_limits_of_code(patch: pytest.MonkeyPatch) -> None:
-    """30 files: what is above them need not be made in full."""
+    """Lowers the limit to 30 files, so that tests exceed it quickly."""
     patch.setattr("lockstep.jobs.snapshots.MAX_FILES", 30)
 
 
 def composed(spec: JobSpec, prepare: bool = False) -> dict[str, Any]:
-    """The Compose file of a job, or of the container that makes its shards."""
+    """Returns the Compose file of a job, or of the container that makes its shards."""
     return (_compose.render_prepare if prepare else _compose.render)(spec)
 
 
 def manifest(file: dict[str, Any]) -> str:
-    """As `lockstep render` prints it."""
+    """Returns what `lockstep render` prints."""
     return _manifest.to_yaml([file])
 
 
 def lint_of_compose(spec: JobSpec) -> list[Any]:
-    """The findings (`id`, `level`, `message`) about the Compose file of a job."""
+    """Returns the findings (`id`, `level`, `message`) about the Compose file of a job."""
     return list(_compose.RULES.apply(spec, [composed(spec)]))
 
 
 def words_of_rank(spec: JobSpec, *more: str) -> list[str]:
-    """The command of a rank, in `/runs/x`."""
+    """Returns the command of a rank, in `/runs/x`."""
     return _model.rank_command(spec, "/runs/x", *more)
 
 
 def short_grace(patch: pytest.MonkeyPatch) -> None:
-    """A local job that does not end after its grace is killed soon, and soon reported as still alive."""
+    """The local backend soon kills a job that outlives its grace, and soon reports it as still alive."""
     patch.setattr("lockstep.jobs.local.backend.GRACE_MARGIN", -3)
     patch.setattr("lockstep.jobs.local.supervise.KILL_SECONDS", 2)
 
 
 def elsewhere(patch: pytest.MonkeyPatch) -> None:
-    """The local backend as on another machine that shares the home folder: no process number means anything there."""
+    """The local backend acts as on another machine with the same home folder: process ids mean nothing there."""
     patch.setattr("lockstep.jobs.local.backend.here", lambda: "other pid:[1]")
     patch.setattr("lockstep.jobs.local.backend.alive", lambda pid, ticks: False)
 
 
 def slurm_script(spec: JobSpec, folder: Path, after: str | None = None, elements: int = 1) -> str:
-    """The sbatch script of a job, or of an array with these elements."""
-    (sent,) = Inside("jobs.slurm.render").manifests(spec, folder, after, elements)
-    return str(sent["script"])
+    """Returns the sbatch script of a job, or of an array with these elements."""
+    (item,) = Inside("jobs.slurm.render").manifests(spec, folder, after, elements)
+    return str(item["script"])
 
 
 def slurm_log(folder: Path, job_id: str) -> Iterator[str]:
-    """The lines of the first node of a SLURM job that has ended, from the folder with its logs."""
+    """Yields the lines of the first node of a SLURM job that has ended, from the folder with its logs."""
     return iter(Inside("jobs.logs").follow({0: folder / f"{job_id}_0_log.out"}, 0, False, lambda: True, 0.1, None))
 
 
 def break_off_after_code(patch: pytest.MonkeyPatch) -> None:
-    """Submissions to Compose are killed when their code is there, and before the first container is."""
+    """Stops submissions to Compose when their code is there, before the first container starts."""
     patch.setattr(_backend.backend_of("compose"), "_up", lambda self, job: self._bring_code(job.spec))
 
 
 def slurm(lost_after: float = 300.0) -> Any:
-    """A backend that asks SLURM three times a second."""
-    found = Inside("jobs.slurm.backend").SlurmBackend()
-    found.interval, found.lost_after = 0.3, lost_after
-    return found
+    """Returns a backend that asks SLURM three times a second."""
+    backend = Inside("jobs.slurm.backend").SlurmBackend()
+    backend.interval, backend.lost_after = 0.3, lost_after
+    return backend
 
 
 def slurm_states() -> tuple[str, ...]:
-    """SLURM's names of the states in which a job has ended, as we know them."""
+    """Returns SLURM's names of the states in which a job has ended."""
     return tuple(Inside("jobs.slurm.observe").FINAL)

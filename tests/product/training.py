@@ -1,4 +1,4 @@
-"""Ranks, strategies, runs and their parts, for tests that train in their own process or look at what a run has left."""
+"""Ranks, strategies, runs and their parts, for tests that train in this process or read the files of a run."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _world = Inside("training.parallel.world")
 
 
 def checkpoint(path: Path) -> dict[str, Any]:
-    """What a checkpoint holds, its tensors loaded. Raises the product's error where it is damaged."""
+    """Returns a checkpoint's content, its tensors loaded. Raises the product's error if it is damaged."""
     _store.verify(path)
     return _store.load(path)
 
 
 def checkpoint_steps(run_dir: Path) -> list[int]:
-    """Steps of the checkpoints of a run that verify, newest first. Raises where one does not."""
+    """Returns the steps of a run's checkpoints, newest first. Raises if one does not verify."""
     steps = []
     for path in _store.candidates(run_dir / "checkpoints"):
         _store.verify(path)
@@ -47,28 +47,30 @@ def checkpoint_steps(run_dir: Path) -> list[int]:
 
 
 def newest_checkpoint(run_dir: Path) -> dict[str, Any]:
-    """The newest checkpoint of a run that verifies, its tensors loaded."""
+    """Returns the newest checkpoint of a run, its tensors loaded."""
     return checkpoint(run_dir / "checkpoints" / f"step-{checkpoint_steps(run_dir)[0]:08d}")
 
 
 def scores(run_dir: Path) -> dict[int, float]:
-    """Step → score of the checkpoints that have one."""
-    found = {_store.step_of(path): _store.verify(path)["score"] for path in _store.candidates(run_dir / "checkpoints")}
-    return {step: score for step, score in found.items() if score is not None}
+    """Returns step → score of the checkpoints with a score."""
+    all_scores = {
+        _store.step_of(path): _store.verify(path)["score"] for path in _store.candidates(run_dir / "checkpoints")
+    }
+    return {step: score for step, score in all_scores.items() if score is not None}
 
 
 def recipe(name: str = "smoke", *words: str) -> Any:
-    """The settings of a recipe, with words as they stand after --set."""
+    """Returns the settings of a recipe, with words as after --set."""
     return _config.load(name, list(words))
 
 
 def source(name: str, root: Path, **options: Any) -> Any:
-    """A data source's samples in memory: `.train` and `.test` (samples, labels), `.classes`."""
+    """Returns a data source's samples in memory: `.train` and `.test` (samples, labels), `.classes`."""
     return _sources.load(name, root, options)
 
 
 def sharded(folder: Path, train: Any, test: Any, classes: list[str], files: int = 1) -> Any:
-    """Shards of these (samples, labels), the training samples in several files."""
+    """Writes shards of these (samples, labels), the training samples in several files."""
     import numpy as np
 
     def pieces(split: str) -> Iterator[Any]:
@@ -82,52 +84,52 @@ def sharded(folder: Path, train: Any, test: Any, classes: list[str], files: int 
         _shard_writer.SHARD_BYTES = largest
 
 
-def split(made: Any, name: str) -> tuple[Any, Any]:
-    """(samples, labels) of a split of shards, as numpy arrays."""
-    samples, labels = _shards.Samples.open(made, name).all()
+def split(shards: Any, name: str) -> tuple[Any, Any]:
+    """Returns (samples, labels) of a split of shards, as numpy arrays."""
+    samples, labels = _shards.Samples.open(shards, name).all()
     return samples.numpy(), labels.numpy()
 
 
 def model(name: str, options: dict[str, Any] | None = None, classes: int = 10, shape: Any = (32, 32, 3)) -> Any:
-    """A network of `model=NAME`."""
+    """Builds a network of `model=NAME`."""
     return _models.build(name, options or {}, classes, shape)
 
 
-def batches(made: Any, batch: int, rank: int = 0, size: int = 1, uneven: str = "drop", **settings: Any) -> Any:
-    """A rank's batches over shards, with settings of the group `data`."""
+def batches(shards: Any, batch: int, rank: int = 0, size: int = 1, uneven: str = "drop", **settings: Any) -> Any:
+    """Returns a rank's batches over shards, with settings of the group `data`."""
     config = _config.Config(global_batch_size=batch, uneven=uneven, data=_config.Data(**settings))
     return Inside("training.recipe.loop")._batches(
-        config, _world.World(rank=rank, size=size, local_size=size), made, batch, 1
+        config, _world.World(rank=rank, size=size, local_size=size), shards, batch, 1
     )
 
 
 def before_each_batch(do: Callable[[], None]) -> None:
-    """Calls `do` in this process before a rank has its next batch of resident samples."""
+    """Calls `do` in this process before a rank gets its next batch of resident samples."""
     stored = Inside("training.data.batches").Stored
     batch = stored.batch
     stored.batch = lambda self, ids, epoch: (do(), batch(self, ids, epoch))[1]
 
 
 def mlp() -> Any:
-    """The network that the recipe `mlp` begins with, of seed 0."""
+    """Returns the initial network of the recipe `mlp` with seed 0."""
     Inside("training.generators").seed(0)
     return _models.build("mlp", {}, 32, (1024,))
 
 
 def series() -> set[str]:
-    """Names of all series that a rank may serve."""
+    """Returns the series that a rank may serve."""
     ends = {"histogram": ("", "_sum", "_count", "_bucket"), "summary": ("", "_sum", "_count")}
     return {_metrics.PREFIX + name + end for name, row in _metrics.TABLE.items() for end in ends.get(row.kind, ("",))}
 
 
 def settings_pages() -> dict[str, Any]:
-    """Page of the reference → the model whose settings it lists."""
+    """Returns page of the reference → the model whose settings it lists."""
     job = Inside("jobs.spec.model").JobSpec
     return {"recipe-settings": _config.Config, "session-settings": _config.OwnSettings, "job-settings": job}
 
 
 def contract_names() -> dict[str, Any]:
-    """Names and values of exit codes, variables and files that a run and a job share."""
+    """Returns names and values of exit codes, variables and files that a run and a job share."""
     from lockstep.jobs import status
     from lockstep.training import contract
 
@@ -135,20 +137,19 @@ def contract_names() -> dict[str, Any]:
 
 
 def joined(seconds: float = 60, device: str = "cpu") -> AbstractContextManager[World]:
-    """This process's group, by its environment, as a script of a user joins it."""
+    """Joins this process's group by its environment, as a user's script does."""
     return _world.joined(_world.detect(os.environ), device, seconds)
 
 
 def program(words: list[str]) -> int:
-    """`python -m lockstep.training WORDS` in this process, which holds back signals from its first line as that does; its
-    exit code."""
+    """Runs `python -m lockstep.training WORDS` in this process, and holds back signals from the start as that command does."""
     if words[0] == "run":
         signal.pthread_sigmask(signal.SIG_BLOCK, Inside("wire.signals").FORWARDED)
     return Inside("training.__main__").main(words)
 
 
 def load_for_forks() -> None:
-    """Imports all of training/, and computes what each process would compute anew: the settings' checks."""
+    """Imports all of training/ and builds the settings' checks, so that no forked process builds them again."""
     import importlib
 
     root = Path(__file__).parents[2]
@@ -161,41 +162,41 @@ def load_for_forks() -> None:
 
 
 def watch_disk(watched: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Puts `watched` around the calls of this process with which files and their names reach the disk."""
+    """Wraps in `watched` the calls of this process that write files and their names to the disk."""
     for name in ("write_all", "fsync", "rename"):
         setattr(_files, name, watched(getattr(_files, name)))
 
 
 @contextlib.contextmanager
 def verified_files() -> Iterator[list[str]]:
-    """The names of the files that this process reads to verify their checksums."""
-    found: list[str] = []
+    """Yields the names of the files whose checksums this process verifies."""
+    names: list[str] = []
     sha256 = _files.sha256
-    _files.sha256 = lambda path: (found.append(path.name), sha256(path))[1]
+    _files.sha256 = lambda path: (names.append(path.name), sha256(path))[1]
     try:
-        yield found
+        yield names
     finally:
         _files.sha256 = sha256
 
 
 def hold_signals_for(seconds: float) -> None:
-    """How long a rank that opens no `Session` keeps signals for one; to be called after `import lockstep`."""
+    """Sets how long a rank without a `Session` holds signals for one. Call it after `import lockstep`."""
     Inside("wire.signals").HOLD_SECONDS = seconds
 
 
 def signals_are_noted() -> bool:
-    """Whether each run that this process is in knows of a signal."""
+    """Returns whether each run in this process has received a signal."""
     kind = Inside("training.resilience.preempt").Signals
-    return all(one.received for one in gc.get_objects() if isinstance(one, kind))
+    return all(instance.received for instance in gc.get_objects() if isinstance(instance, kind))
 
 
 def stop_at_poll(number: int) -> None:
-    """From now on a run in this process is asked to stop when its ranks agree for the n-th time; never, with 0."""
-    seen = [0]
+    """From now on stops a run in this process when its ranks agree for the n-th time; never, with 0."""
+    polls = [0]
 
     def wants_stop(self: Any) -> bool:
-        seen[0] += 1
-        if self.world.leader and seen[0] == number:
+        polls[0] += 1
+        if self.world.leader and polls[0] == number:
             self.reason = "the test"
         return self.reason is not None
 
@@ -203,16 +204,16 @@ def stop_at_poll(number: int) -> None:
 
 
 SUM_OF_EXACT = "lockstep.training.sync.exact:Exact.synchronize"
-"""Where the strategy `exact` sums, for a fault that is planted there."""
+"""The method in which the strategy `exact` sums, for fault injection."""
 
 
 def gpu_checks() -> dict[str, int]:
-    """The rows of `lockstep doctor gpu`, and how many GPUs each needs."""
+    """Returns the rows of `lockstep doctor gpu`, and how many GPUs each needs."""
     return {row.name: 1 if row.shares else row.gpus for row in Inside("tools.doctor").ROWS}
 
 
 def late_inputs(seconds: float) -> None:
-    """Each recorded step of this process gets its inputs late, as one whose data is late."""
+    """Delays the inputs of each recorded step of this process."""
     recorder = Inside("training.run.recording").Recorder
     prepare = recorder.prepare
 
@@ -230,24 +231,24 @@ HOROVOD, DATA_PARALLEL = "examples.modules.horovod:Horovod", "examples.strategie
 
 
 def strategies() -> list[str]:
-    """What `sync.name` may be: the built-in strategies, and those of examples/."""
+    """Returns the values of `sync.name`: the built-in strategies, and those of examples/."""
     return [*_sync.STRATEGIES, ALLREDUCE, HOOKS, HOROVOD, POWERSGD, FSDP, DATA_PARALLEL]
 
 
 def strategy(name: str, bucket_mb: float = 25.0, options: dict[str, Any] | None = None) -> Any:
-    """A strategy as `sync.name`, `sync.bucket_mb` and `sync.options` of a run make it."""
+    """Builds a strategy from `sync.name`, `sync.bucket_mb` and `sync.options`, as a run does."""
     return _sync.build(_config.Sync(name=name, bucket_mb=bucket_mb, options=options or {}))
 
 
 def step_clock() -> Any:
-    """What times the phases of a rank's steps."""
+    """Returns the clock of a rank's step phases."""
     import torch
 
     return Inside("training.observe.steps").StepClock(torch.device("cpu"))
 
 
 def gathered(network: Any) -> int:
-    """Elements of parameters that `Fsdp` holds in full now, or is about to."""
+    """Counts the parameter elements that `Fsdp` has gathered or is gathering."""
     groups = [m._get_fsdp_state()._fsdp_param_group for m in network.modules() if hasattr(m, "_get_fsdp_state")]
     return sum(
         parameter._orig_size.numel()
@@ -258,7 +259,7 @@ def gathered(network: Any) -> int:
 
 
 def fsdp_blocks(model: Any, wanted: list[str] | None = None) -> list[str]:
-    """The names of what `Fsdp` gathers by itself."""
+    """Names the modules that `Fsdp` gathers separately."""
     from examples.strategies.fsdp import find_blocks
 
     blocks = find_blocks(model, wanted)
@@ -280,21 +281,21 @@ class StrategyLoop:
         )
 
     def weights(self, average: bool = False) -> dict[str, Any]:
-        """A copy of the whole model's parameters, also where each rank holds a part."""
+        """Copies the whole model's parameters, also if each rank holds a shard."""
         whole = self.sync.full_module(self.ema.average if average else self.model)
         return {name: parameter.detach().clone() for name, parameter in whole.named_parameters()}
 
     def save(self, file: Path) -> None:
-        """Collective; it is there when all ranks are back."""
+        """Saves; the file exists when all ranks return. Collective."""
         import torch.distributed as dist
 
-        if (gathered := _states.gather(self._state)) is not None:
-            file.write_bytes(Inside("training.parallel.packing").pack(gathered).numpy().tobytes())
+        if (state := _states.gather(self._state)) is not None:
+            file.write_bytes(Inside("training.parallel.packing").pack(state).numpy().tobytes())
         if self._state.world.size > 1:
             dist.barrier()
 
     def load(self, file: Path) -> None:
-        """Resumes where `save` was called, on any number of ranks."""
+        """Resumes from the file of a `save`, on any number of ranks."""
         import torch
 
         packed = torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8)
@@ -302,7 +303,7 @@ class StrategyLoop:
 
 
 class RunBegun:
-    """A run of the recipe `smoke` with other settings, before its first step: a context that closes it."""
+    """A run of the recipe `smoke` with `settings`, before its first step. The context closes it."""
 
     def __init__(self, world: Any, run_dir: Path, *settings: str) -> None:
         self.config = _config.load("smoke", list(settings))
@@ -329,7 +330,7 @@ class RunBegun:
             self.loop.run.directory.close()
 
     def step(self, number: int) -> Any:
-        """Trains that step, counted from 0 over all epochs; the ids of this rank's samples."""
+        """Trains this step, counted from 0 over all epochs. Returns the ids of this rank's samples."""
         epoch, at = divmod(number, self.division.steps)
         self.state.cursor.epoch, self.state.cursor.step, self.state.user_state.steps = epoch, at, number
         batch, part = next(iter(self.recipe.batches.epoch(epoch, iter([at]))))
@@ -340,11 +341,11 @@ class RunBegun:
         return batch.ids[: part.samples]
 
     def weights(self) -> Any:
-        """A copy of all parameters, one after the other."""
+        """Returns a copy of all parameters as one vector."""
         import torch
 
         return torch.cat([parameter.detach().reshape(-1) for parameter in self.model.parameters()])
 
     def write_metrics(self) -> None:
-        """Returns this rank's file of metrics, which is written every few seconds."""
+        """Writes this rank's file of metrics now, not in a few seconds."""
         self.loop.run.exporter._write_textfile()

@@ -29,7 +29,7 @@ def needs(*programs: str) -> None:
 
 
 class Prometheus:
-    """Its HTTP interface."""
+    """A server's HTTP interface."""
 
     def __init__(self, port: int, folder: Path) -> None:
         self.url, self.folder = f"http://127.0.0.1:{port}", folder
@@ -64,10 +64,10 @@ class Prometheus:
         return self.get("/api/v1/query", query=expression)["result"]
 
     def value(self, expression: str) -> float | None:
-        """The value of a query that gives one series; None where it gives none."""
-        found = self.query(expression)
-        assert len(found) <= 1, found
-        return float(found[0]["value"][1]) if found else None
+        """Returns the value of a query that gives one series; None if it gives none."""
+        series = self.query(expression)
+        assert len(series) <= 1, series
+        return float(series[0]["value"][1]) if series else None
 
     def over_time(self, expression: str) -> list[dict[str, Any]]:
         return self.get("/api/v1/query_range", query=expression, start=self.began, end=time.time(), step=1)["result"]
@@ -80,9 +80,9 @@ class Prometheus:
 
 def quickened(rules: str) -> str:
     """The rules with windows and waits for a run of seconds."""
-    changed = rules.replace("[2m]", "[10s]").replace("for: 3m", "for: 3s").replace("for: 5m", "for: 3s")
-    assert changed.count("[10s]") >= 6 and changed.count("for: 3s") == 2
-    return changed
+    quick_rules = rules.replace("[2m]", "[10s]").replace("for: 3m", "for: 3s").replace("for: 5m", "for: 3s")
+    assert quick_rules.count("[10s]") >= 6 and quick_rules.count("for: 3s") == 2
+    return quick_rules
 
 
 @contextlib.contextmanager

@@ -19,9 +19,9 @@ BOARDS = sorted((OBSERVABILITY / "grafana/dashboards").glob("*.json"))
 
 def _promtool(*words: str, stdin: str | None = None, folder: Path | None = None) -> str:
     needs("promtool")
-    done = subprocess.run(["promtool", *words], input=stdin, capture_output=True, text=True, timeout=120, cwd=folder)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
+    result = subprocess.run(["promtool", *words], input=stdin, capture_output=True, text=True, timeout=120, cwd=folder)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout + result.stderr
 
 
 def queries(board: Path) -> list[str]:
@@ -78,13 +78,13 @@ def test_rules_and_dashboards_name_metrics_that_exist() -> None:
     known = product.series()
     recorded = {rule["record"] for rule in _rules() if "record" in rule}
     for expression in [rule["expr"] for rule in _rules()] + [e for board in BOARDS for e in queries(board)]:
-        plain = re.sub(r"\w+:training_\w+:\w+", lambda found: "" if found[0] in recorded else found[0], expression)
+        plain = re.sub(r"\w+:training_\w+:\w+", lambda match: "" if match[0] in recorded else match[0], expression)
         assert set(re.findall(r"\b[\w:]*training_[\w:]+", plain)) <= known, expression
 
 
 def test_what_is_added_up_counts_a_rank_once() -> None:
     """Its server and its textfile may both be scraped."""
     expressions = [rule["expr"] for rule in _rules()] + [e for board in BOARDS for e in queries(board)]
-    added = [re.findall(r"\b(?:sum|count)\b *(?:by \([^)]*\) *)?\((.{17})", e) for e in expressions]
-    inner = [inside for found in added for inside in found]
+    sums = [re.findall(r"\b(?:sum|count)\b *(?:by \([^)]*\) *)?\((.{17})", e) for e in expressions]
+    inner = [inside for matches in sums for inside in matches]
     assert len(inner) >= 8 and set(inner) == {"max by (run, rank"}, inner

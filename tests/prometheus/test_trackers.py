@@ -29,28 +29,28 @@ def _needs(module: str) -> None:
 def test_tensorboard_has_the_numbers_of_the_events(tiny: list[str], tmp_path: Path) -> None:
     _needs("tensorboard")
     words = ("run", "smoke", "--run-dir", str(tmp_path / "run"), "--set", *tiny, "log.tensorboard=true", "log.every=4")
-    done = training(*words, "epochs=2")
-    assert done.code == 0, done.output
-    done = training(*words, "epochs=3")
-    assert done.code == 0, done.output
+    result = training(*words, "epochs=2")
+    assert result.code == 0, result.output
+    result = training(*words, "epochs=3")
+    assert result.code == 0, result.output
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    found = EventAccumulator(str(tmp_path / "run/tensorboard")).Reload()
-    assert set(found.Tags()["scalars"]) >= NAMES | {"lr", "grad_norm", "images_per_second", "sync_wait"}
+    accumulator = EventAccumulator(str(tmp_path / "run/tensorboard")).Reload()
+    assert set(accumulator.Tags()["scalars"]) >= NAMES | {"lr", "grad_norm", "images_per_second", "sync_wait"}
     epochs = events(tmp_path / "run", "epoch")
     for name, key in (("val_acc", "accuracy"), ("elapsed", "trained_seconds"), ("examples_seen", "examples_seen")):
-        logged = [(scalar.step, scalar.value) for scalar in found.Scalars(name)]
+        logged = [(scalar.step, scalar.value) for scalar in accumulator.Scalars(name)]
         assert logged == [(event["step"], pytest.approx(event[key], rel=1e-6)) for event in epochs]
 
 
 def _wandb_log(content: bytes) -> Iterator[bytes]:
-    """The records of a .wandb file: LevelDB's log format after seven bytes of W&B's own, in blocks of 32 KiB."""
+    """The records of a .wandb file: LevelDB's log format after W&B's seven bytes, in blocks of 32 KiB."""
     assert content[:4] == b":W&B"
     at, parts = 7, b""
     while at + 7 <= len(content):
-        left = 32768 - at % 32768
-        if left < 7:  # no room for a head: filled up
-            at += left
+        room = 32768 - at % 32768
+        if room < 7:  # no room for a head: filled up
+            at += room
             continue
         _, size, kind = struct.unpack("<IHB", content[at : at + 7])
         parts, at = parts + content[at + 7 : at + 7 + size], at + 7 + size
@@ -62,8 +62,8 @@ def _wandb_log(content: bytes) -> Iterator[bytes]:
 def test_wandb_offline(tiny: list[str], tmp_path: Path) -> None:
     _needs("wandb")
     words = ["run", "smoke", "--run-dir", str(tmp_path / "run"), "--set", *tiny, "log.wandb=tests", "log.every=4"]
-    done = training(*words, env=clean_env(WANDB_MODE="offline", HOME=str(tmp_path)))
-    assert done.code == 0 and "warning" not in done.output, done.output
+    result = training(*words, env=clean_env(WANDB_MODE="offline", HOME=str(tmp_path)))
+    assert result.code == 0 and "warning" not in result.output, result.output
     (file,) = (tmp_path / "run").glob("wandb/offline-run-*/*.wandb")
     from wandb.proto import wandb_internal_pb2
 
@@ -91,8 +91,8 @@ def test_a_service_that_fails_costs_one_line(tiny: list[str], tmp_path: Path) ->
     _needs("tensorboard")
     (tmp_path / "run").mkdir()
     (tmp_path / "run/tensorboard").write_text("in the way")
-    done = training("run", "smoke", "--run-dir", str(tmp_path / "run"), "--set", *tiny, "log.tensorboard=true")
-    assert done.code == 0 and done.output.count("tensorboard is off") == 1, done.output
+    result = training("run", "smoke", "--run-dir", str(tmp_path / "run"), "--set", *tiny, "log.tensorboard=true")
+    assert result.code == 0 and result.output.count("tensorboard is off") == 1, result.output
 
 
 def test_a_tracker_that_is_not_installed_is_reported_before_the_training(tiny: list[str], tmp_path: Path) -> None:
@@ -101,8 +101,10 @@ def test_a_tracker_that_is_not_installed_is_reported_before_the_training(tiny: l
     (shadow / "__init__.py").write_text("raise ImportError('not here')")
     env = clean_env()
     env["PYTHONPATH"] = f"{shadow.parent}{os.pathsep}{env['PYTHONPATH']}"
-    done = training("run", "smoke", "--run-dir", str(tmp_path / "run"), "--set", *tiny, "log.wandb=x", env=env)
-    assert done.code == 2 and "pip install wandb" in done.output and done.output.count("error:") == 1, done.output
+    result = training("run", "smoke", "--run-dir", str(tmp_path / "run"), "--set", *tiny, "log.wandb=x", env=env)
+    assert result.code == 2 and "pip install wandb" in result.output and result.output.count("error:") == 1, (
+        result.output
+    )
 
 
 HANGING = """
@@ -124,7 +126,7 @@ def test_a_service_that_hangs_holds_up_neither_a_step_nor_the_end(tiny: list[str
     words = [PYTHON, "-m", "lockstep.training", "run", "smoke", "--run-dir", str(tmp_path / "run"), "--set", *tiny,
              "log.wandb=x", "preempt.grace_seconds=2"]  # fmt: skip
     env = {**clean_env(), "PYTHONPATH": f"{tmp_path / 'fake'}{os.pathsep}{ROOT}"}
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=ROOT, env=env)
-    assert done.returncode == 0, done
-    assert done.stderr.count("wandb has not taken everything within 2 s") == 1, done
+    result = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=ROOT, env=env)
+    assert result.returncode == 0, result
+    assert result.stderr.count("wandb has not taken everything within 2 s") == 1, result
     assert len(events(tmp_path / "run", "epoch")) == 3 and (tmp_path / "run/summary.json").exists()

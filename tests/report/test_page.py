@@ -62,7 +62,7 @@ def run_directory(path: Path, text: str = "plain", events: list[dict[str, Any]] 
 
 
 def test_hostile_words_are_text_wherever_they_stand(tmp_path: Path) -> None:
-    """Of names, reasons and settings nothing becomes an element, an attribute, a comment or the end of a style."""
+    """Names, reasons and settings never become an element, an attribute, a comment or the end of a style."""
     _, plain = written([run_directory(tmp_path / "a/plain"), run_directory(tmp_path / "b/other")], tmp_path / "a.html")
     runs = [run_directory(tmp_path / "c" / IN_A_NAME, HOSTILE), run_directory(tmp_path / "d/other")]
     _, hostile = written(runs, tmp_path / "b.html")
@@ -74,14 +74,14 @@ def test_hostile_words_are_text_wherever_they_stand(tmp_path: Path) -> None:
                "stroke-dasharray", "text-anchor"}  # fmt: skip
     assert {name for _, attributes in hostile.elements for name, _ in attributes} <= {*allowed, "viewbox"}
     # And nothing is lost: it is there to be read.
-    for told in (f"failed: {HOSTILE}", f"{HOSTILE}.{HOSTILE} (differs)", HOSTILE, str(runs[0]), f"{runs[0]}: 4 values"):
-        assert told in hostile.texts, told
+    for text in (f"failed: {HOSTILE}", f"{HOSTILE}.{HOSTILE} (differs)", HOSTILE, str(runs[0]), f"{runs[0]}: 4 values"):
+        assert text in hostile.texts, text
 
 
 def test_half_characters_do_not_keep_it_from_being_written(tmp_path: Path) -> None:
     """JSON can hold half of a surrogate pair, which no encoding has."""
-    made = run_directory(tmp_path / "run", "half \ud800 and \x00")
-    assert "half ? and" in written([made], tmp_path / "out.html")[0]
+    path = run_directory(tmp_path / "run", "half \ud800 and \x00")
+    assert "half ? and" in written([path], tmp_path / "out.html")[0]
 
 
 EVENT = '{"event": "epoch", "time": 1700000000, "step": 8, "epoch": 1, "accuracy": 0.5}\n'
@@ -155,8 +155,8 @@ def test_nothing_but_a_report_is_replaced(tmp_path: Path) -> None:
     mine = tmp_path / "thesis.html"
     mine.write_text("years of work")
     words = [PYTHON, "-m", "lockstep", "report"]
-    done = run([*words, str(run_directory(tmp_path / "run")), "--out", str(mine)])
-    assert done.code == 2 and "thesis.html" in done.output and done.output.count("\n") == 1
+    result = run([*words, str(run_directory(tmp_path / "run")), "--out", str(mine)])
+    assert result.code == 2 and "thesis.html" in result.output and result.output.count("\n") == 1
     assert mine.read_text() == "years of work"
     nowhere = run([*words, str(tmp_path)])
     assert nowhere.code == 2 and str(tmp_path) in nowhere.output

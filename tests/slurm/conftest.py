@@ -1,6 +1,6 @@
-"""A real SLURM on this machine: two nodes, each a slurmd in its own namespaces. One with accounting, one without.
+"""Real SLURM clusters on this machine, one with accounting. Each of the two nodes is a slurmd in separate namespaces.
 
-The suite skips where SLURM or the rights for namespaces are missing, and fails instead where CI is set.
+Without SLURM or the right to create namespaces the suite skips; where CI is set, it fails.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ HERE = Path(__file__).parent / "cluster"
 NEEDED = ("slurmctld", "slurmd", "munged", "sbatch", "unshare", "nsenter", "ip", "slurmdbd", "sacctmgr", "mariadbd")
 
 accounted = pytest.mark.parametrize("cluster", ["accounting"], indirect=True)
-"""For a test of the accounting's knowledge, or of submitit alone, which asks only the accounting.
+"""Runs a test on the cluster with accounting. submitit alone asks only the accounting.
 
-All others run on a cluster without accounting, where nothing but the controller and the job's own files can give an answer.
+All other tests run without accounting: the controller and the job's files are the only sources.
 """
 
 
@@ -48,8 +48,8 @@ class Cluster:
     def ask(self, *command: str) -> str:
         return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout.strip()
 
-    def logged(self, job_id: str) -> list[str]:
-        """What controller and nodes have written of a job: why one that failed did."""
+    def log_lines(self, job_id: str) -> list[str]:
+        """Returns what the controller and the nodes logged about a job."""
         lines = [
             f"{path.stem}: {line}" for path in sorted((self.folder / "log").glob("*.log"))
             for line in path.read_text(errors="replace").splitlines() if job_id in line
@@ -65,14 +65,14 @@ class Cluster:
         poll(free, 60, "both nodes are idle", pause=0.2)
 
     def forgets(self, *job_ids: str) -> None:
-        """Has the controller forget jobs that have ended, as it does by itself MinJobAge later."""
+        """Makes the controller forget jobs that have ended, as it does by itself after MinJobAge."""
         path = self.folder / "etc/slurm.conf"
         before = path.read_text()
         path.write_text(re.sub(r"(?m)^MinJobAge=.*", "MinJobAge=2", before))
 
         def unknown(job_id: str) -> bool:
-            shown = subprocess.run(["scontrol", "show", "job", job_id], capture_output=True, text=True, timeout=60)
-            return "Invalid job id" in shown.stderr
+            answer = subprocess.run(["scontrol", "show", "job", job_id], capture_output=True, text=True, timeout=60)
+            return "Invalid job id" in answer.stderr
 
         try:
             self.node("reread", "ctl")
@@ -83,27 +83,27 @@ class Cluster:
 
 
 def needs(*programs: str, packages: str) -> None:
-    """Skips where a program, root, or the right to namespaces is missing; in CI that is a failure."""
+    """Skips without the programs, root or the right to create namespaces; in CI it fails."""
     require(os.geteuid() == 0, "namespaces need root")
-    gone = [name for name in programs if shutil.which(name) is None]
-    require(not gone, f"{', '.join(gone)} not installed: apt-get install {packages}")
+    missing = [name for name in programs if shutil.which(name) is None]
+    require(not missing, f"{', '.join(missing)} not installed: apt-get install {packages}")
     probe = subprocess.run(["unshare", "--mount", "--pid", "--fork", "true"], capture_output=True, timeout=30)
     require(probe.returncode == 0, "namespaces are not permitted here (CAP_SYS_ADMIN)")
 
 
 def _free_ports(stack: contextlib.ExitStack) -> int:
-    """Returns the first of 20 unused ports in a row, below those that jobs under SLURM take.
+    """Returns the first of 20 consecutive unused ports, below the ports of SLURM's jobs.
 
-    The last one is kept, unused, until the stack is left: another run of these tests does not take the same ones.
+    The last port stays bound until the stack closes, so a parallel run of these tests takes other ports.
     """
     for base in random.sample(range(10000, 11980, 20), 50):
-        with contextlib.ExitStack() as taken:
+        with contextlib.ExitStack() as sockets:
             try:
                 for port in range(base, base + 20):
-                    taken.enter_context(one := socket.socket()).bind(("", port))
+                    sockets.enter_context(last_socket := socket.socket()).bind(("", port))
             except OSError:
                 continue
-            stack.enter_context(one.dup())
+            stack.enter_context(last_socket.dup())
             return base
     raise AssertionError("no free ports")
 
@@ -116,7 +116,7 @@ def _started(kind: str) -> Iterator[Cluster]:
             **os.environ, "BASE_PORT": str(_free_ports(stack)), "ACCOUNTING": str(int(kind == "accounting")),
             "SLURMD_TIMEOUT": "6", "GRACE_TIME": "25",
         }  # fmt: skip
-        # It takes the cluster down when its standard input ends, which a test run that is killed cannot prevent.
+        # keep.sh stops the cluster at the end of its standard input, so also when the test run is killed.
         keeper = stack.enter_context(
             subprocess.Popen(
                 [HERE / "keep.sh", folder], env=env, text=True, start_new_session=True,
@@ -125,12 +125,12 @@ def _started(kind: str) -> Iterator[Cluster]:
         )  # fmt: skip
         assert keeper.stdin is not None and keeper.stdout is not None
         try:
-            said = []
+            lines = []
             for line in keeper.stdout:
-                said.append(line)
+                lines.append(line)
                 if line == "up\n":
                     break
-            assert said[-1:] == ["up\n"], "".join(said)
+            assert lines[-1:] == ["up\n"], "".join(lines)
             yield Cluster(folder)
         finally:
             keeper.stdin.close()
@@ -149,9 +149,9 @@ def bare() -> Iterator[Cluster]:
 
 @pytest.fixture
 def cluster(request: pytest.FixtureRequest) -> Cluster:
-    """Each is started when a test first asks for it, and stays up for the session."""
-    found: Cluster = request.getfixturevalue(getattr(request, "param", "bare"))
-    return found
+    """Each cluster starts when a test first requests it, and stays up for the session."""
+    instance: Cluster = request.getfixturevalue(getattr(request, "param", "bare"))
+    return instance
 
 
 @dataclass
@@ -164,7 +164,7 @@ class Bench:
     data_root: Path
 
     def command(self, name: str, program: str, **more: Any) -> JobSpec:
-        """A job of one node and two ranks that run `python -c PROGRAM`."""
+        """Returns a job of one node and two ranks that run `python -c PROGRAM`."""
         values = {
             "name": name, "command": [PYTHON, "-c", program], "nodes": 1, "ranks_per_node": 2, "max_restarts": 0,
             "run_dir": str(self.folder / name), "grace_seconds": 5, "memory": "2Gi", **more,
@@ -172,22 +172,22 @@ class Bench:
         return JobSpec.of(values)
 
     def file(self, spec: JobSpec) -> Path:
-        """The spec as a job file."""
+        """Writes the spec as a job file."""
         path = self.folder / "job.yaml"
         path.write_text(json.dumps(spec.plain()))
         return path
 
     def becomes(self, name: str, state: str, bound: float = 90, reason: str = "") -> None:
-        """Waits for a status of that state, whose sentence holds `reason`."""
+        """Waits until the job has this state and a reason that contains `reason`."""
 
-        def is_there() -> bool:
-            found = self.backend.status(name)
-            return found.state == state and reason in found.reason
+        def has_state() -> bool:
+            status = self.backend.status(name)
+            return status.state == state and reason in status.reason
 
-        poll(is_there, bound, f"{name}: {state} {reason}", pause=0.1)
+        poll(has_state, bound, f"{name}: {state} {reason}", pause=0.1)
 
     def alive(self, name: str) -> bool:
-        """Whether anything of a start of the job still runs; on whatever node, it is a process of this machine."""
+        """Returns whether a process of the job still runs. All nodes are on this machine."""
         mark = f"{self.backend.folder / name}/".encode()
         for process in Path("/proc").glob("[0-9]*/cmdline"):
             with contextlib.suppress(OSError):
@@ -196,38 +196,38 @@ class Bench:
         return False
 
     def wait(self, name: str, bound: float = 120) -> Status:
-        """As the backend's, but a job that waits to be started again waits two seconds, not cred_expire's six.
+        """Waits as the backend does, but a requeued job starts after two seconds, not after cred_expire's six.
 
-        Sooner it may not be: a node refuses what was signed in the second in which the last start was taken back. And
-        an srun that outlives its start would end the next one, whose step has the same number.
+        An earlier start fails: a node refuses credentials signed in the second in which the last start was revoked.
+        And an srun that outlives its start would end the next start, whose step has the same number.
         """
-        sooner: set[str] = set()
+        reasons: set[str] = set()
 
-        def look(status: Status) -> None:
+        def reschedule(status: Status) -> None:
             if (
                 status.reason.endswith("waits for its start time")
-                and status.reason not in sooner
+                and status.reason not in reasons
                 and not self.alive(name)
             ):
-                sooner.add(status.reason)
+                reasons.add(status.reason)
                 self.cluster.ask("scontrol", "update", f"jobid={self.job_id(name)}", "starttime=now+2")
 
-        return self.backend.wait(name, bound, look)
+        return self.backend.wait(name, bound, reschedule)
 
     def job_id(self, name: str) -> str:
         """Returns SLURM's id of the job."""
         return str(self.backend.require(name).handle.job_id)
 
     def note(self, *words: str) -> Path:
-        """A file of a job's folder."""
+        """Returns a path in the backend's folder."""
         return Path(self.backend.folder, *words)
 
     def log(self, name: str) -> Path:
-        """What rank 0 and its task have printed."""
+        """Returns the log of rank 0 and its task."""
         return self.note(name, f"submitit/{self.job_id(name)}_0_log.out")
 
     def signal(self, name: str) -> None:
-        """The one that SLURM sends before it ends or preempts a job."""
+        """Sends the signal that SLURM sends before it ends or preempts a job."""
         self.cluster.ask("scancel", "--signal=USR2", self.job_id(name))
 
 

@@ -1,6 +1,6 @@
-"""A login node for tests: a real sshd before the real SLURM, with its own files.
+"""A login node for tests: a real sshd in front of the real SLURM, with separate files.
 
-It sees the cluster's folder, as the nodes do, and nothing of the laptop's; the laptop sees an empty folder of that name.
+The login node sees the cluster's folder, but no file of the laptop. The laptop sees an empty folder of that name.
 The laptop's only program is ssh.
 """
 
@@ -27,7 +27,7 @@ from tests.slurm.conftest import Cluster, lockstep, needs
 SSHD = "/usr/sbin/sshd"
 HOST = "login.example"
 AT = f"{HOST}:{PYTHON}"
-"""With the Python there that has Lockstep."""
+"""The login node, with its Python that has Lockstep."""
 NEEDED = (SSHD, "ssh", "ssh-keygen", "tcsh", "fish", "unshare", "nsenter")
 START = """
 set -eu
@@ -48,21 +48,21 @@ def _key(path: Path) -> Path:
 class Login:
     """The login node, and the laptop that knows it.
 
-    `there` is how the cluster calls its folder, and `seen` where this test finds it.
+    `there` is the cluster folder's path on the nodes, and `local` its path here.
     """
 
     def __init__(self, folder: Path, there: Path, conf: str) -> None:
-        self.there, self.seen, self.laptop = there, folder / "cluster", folder / "laptop"
-        for path in (self.seen / "home", self.laptop / "bin", self.laptop / "home"):
+        self.there, self.local, self.laptop = there, folder / "cluster", folder / "laptop"
+        for path in (self.local / "home", self.laptop / "bin", self.laptop / "home"):
             path.mkdir(parents=True)
         self.port = free_port()
         self._process: subprocess.Popen[bytes] | None = None
-        host, key = _key(self.seen / "host_key"), _key(self.laptop / "key")
-        shutil.copy(f"{key}.pub", self.seen / "authorized_keys")
-        others = [line for line in Path("/etc/passwd").read_text().splitlines() if not line.startswith("root:")]
+        host, key = _key(self.local / "host_key"), _key(self.laptop / "key")
+        shutil.copy(f"{key}.pub", self.local / "authorized_keys")
+        users = [line for line in Path("/etc/passwd").read_text().splitlines() if not line.startswith("root:")]
         root = f"root:x:0:0:root:{self.there}/home:/bin/bash"
-        (self.seen / "passwd").write_text("\n".join([root, *others, ""]))
-        (self.seen / "sshd_config").write_text(
+        (self.local / "passwd").write_text("\n".join([root, *users, ""]))
+        (self.local / "sshd_config").write_text(
             f"Port {self.port}\nListenAddress 127.0.0.1\nHostKey {self.there}/host_key\nUsePAM no\nPidFile none\n"
             f"StrictModes no\nPermitRootLogin yes\nPasswordAuthentication no\nKbdInteractiveAuthentication no\n"
             f"AuthorizedKeysFile {self.there}/authorized_keys\nPrintMotd no\nLogLevel ERROR\n"
@@ -79,14 +79,14 @@ class Login:
         ssh.chmod(0o755)
 
     def knows(self, key: str) -> None:
-        """The laptop takes this for the host's key."""
+        """Sets the host key that the laptop knows."""
         (self.laptop / "known_hosts").write_text(f"[127.0.0.1]:{self.port} {key}")
 
     def start(self) -> None:
         command = ["/usr/bin/unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c"]
         env = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
         self._process = subprocess.Popen(
-            [*command, START, "sh", self.seen, self.there, self.laptop], env=env, start_new_session=True
+            [*command, START, "sh", self.local, self.there, self.laptop], env=env, start_new_session=True
         )
 
         def up() -> bool:
@@ -96,46 +96,46 @@ class Login:
         poll(up, 30, "the sshd", pause=0.1)
 
     def stop(self) -> None:
-        """As if its network were gone: nothing answers any more."""
+        """Stops the sshd, so that connections get no answer."""
         if self._process is not None:
             self._process.kill()
             self._process.wait(60)
         self._process = None
 
     def drop(self) -> int:
-        """Cuts all connections, and returns how many when they are gone; the sshd takes new ones."""
-        found = self.connections()
-        for pid in found:
+        """Cuts all connections and returns their number. The sshd accepts new connections."""
+        pids = self.connections()
+        for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        poll(lambda: not {*found} & {*self.connections()}, 60, "the end of the connections")
-        return len(found)
+        poll(lambda: not {*pids} & {*self.connections()}, 60, "the end of the connections")
+        return len(pids)
 
     def connections(self) -> list[int]:
-        """The processes of the sshd that serve one each."""
+        """Returns the sshd's processes that serve a connection."""
         assert self._process is not None
         family = [self._process.pid]
         parents = [(pid, parent) for pid, state, parent, _ in processes() if state != "Z"]
         for member in family:
             family += [pid for pid, parent in parents if parent == member]
-        found = []
+        pids = []
         for pid in family:
             with contextlib.suppress(OSError):
                 if Path(f"/proc/{pid}/cmdline").read_bytes().startswith((b"sshd: root", b"sshd-session: root")):
-                    found.append(pid)
-        return found
+                    pids.append(pid)
+        return pids
 
 
 @contextlib.contextmanager
-def mounted(cluster: Cluster, seen: Path) -> Iterator[Path]:
-    """The folder under a name that the nodes alone have it by."""
+def mounted(cluster: Cluster, local: Path) -> Iterator[Path]:
+    """Mounts the folder at a path that exists on the nodes only."""
     there = Path(tempfile.mkdtemp(prefix="lockstep-cluster-", dir="/"))
     nodes = [(cluster.folder / f"run/node{n}.pid").read_text().split()[0] for n in (1, 2)]
     inside = [next(pid for pid, _, parent, _ in processes() if parent == int(node)) for node in nodes]
-    seen.mkdir(parents=True, exist_ok=True)
+    local.mkdir(parents=True, exist_ok=True)
     try:
         for pid in inside:
-            subprocess.run(["nsenter", "-m", "-t", str(pid), "mount", "--bind", seen, there], check=True, timeout=30)
+            subprocess.run(["nsenter", "-m", "-t", str(pid), "mount", "--bind", local, there], check=True, timeout=30)
         yield there
         assert list(there.iterdir()) == [], "the laptop has no such folder: nothing is written there"
     finally:
@@ -171,7 +171,7 @@ class Laptop:
 
 @contextlib.contextmanager
 def laptop(cluster: Cluster, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Laptop]:
-    """The sshd of the login node, and this process on the laptop."""
+    """Starts the login node, and sets the laptop's environment."""
     needs(*NEEDED, packages="openssh-server tcsh fish")
     conf = str(cluster.folder / "etc/slurm.conf")
     monkeypatch.setenv("SLURM_CONF", conf)

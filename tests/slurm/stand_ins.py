@@ -1,4 +1,4 @@
-"""SLURM's commands of this machine as programs that say what a test has them say, and one job that was submitted there long ago."""
+"""Stand-ins for SLURM's commands that print what a test sets, and one job that was submitted earlier."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ COMMENT = "lockstep:mine.0123456789ab"
 
 @dataclass
 class Site:
-    """SLURM's commands of this machine, and one job that was submitted there long ago."""
+    """Stand-ins for SLURM's commands, and one job that was submitted earlier."""
 
     folder: Path
     env: dict[str, str]
@@ -47,11 +47,11 @@ class Site:
         return str(self.folder / "job.yaml")
 
     @property
-    def kept(self) -> Path:
+    def job_folder(self) -> Path:
         return self.folder / "home/slurm/mine"
 
-    def down(self, program: str, said: str = DOWN) -> None:
-        (self.folder / "bin" / f"{program}.down").write_text(said)
+    def down(self, program: str, message: str = DOWN) -> None:
+        (self.folder / "bin" / f"{program}.down").write_text(message)
 
     def up(self, program: str) -> None:
         (self.folder / "bin" / f"{program}.down").unlink(missing_ok=True)
@@ -59,34 +59,34 @@ class Site:
     def does(self, program: str, line: str) -> None:
         (self.folder / "bin" / f"{program}.does").write_text(line)
 
-    def called(self, program: str) -> list[str]:
-        found = self.folder / "bin/called"
-        lines = found.read_text().splitlines() if found.exists() else []
+    def calls(self, program: str) -> list[str]:
+        path = self.folder / "bin/called"
+        lines = path.read_text().splitlines() if path.exists() else []
         return [line for line in lines if line.split()[0] == program]
 
     def record(self, **more: Any) -> None:
-        submitit = self.kept / "submitit"
-        for folder in (self.kept.parent, self.kept, submitit):
+        submitit = self.job_folder / "submitit"
+        for folder in (self.job_folder.parent, self.job_folder, submitit):
             folder.mkdir(0o700, exist_ok=True)
         value = {
             "spec": self.spec.record(), "hash": self.spec.hash(), "run_dir": str(self.folder / "run"), "submitit": str(submitit),
             "job_id": "7", "created": "2026-01-01T00:00:00+00:00", "since": time.time() - 3600, "comment": COMMENT,
             "array_name": "mine", "element": None, "job": "mine.0123456789ab", **more,
         }  # fmt: skip
-        (self.kept / "job.json").write_text(json.dumps(value))
+        (self.job_folder / "job.json").write_text(json.dumps(value))
 
     def shows(self, line: str) -> None:
-        """The controller, of the job."""
+        """Sets the controller's answer."""
         self.does("scontrol", f"echo '{line}'")
 
-    def noted(self, rank: int, code: int, reason: str = "", time: float = 0, restart: int = 0) -> None:
-        """How a rank's task has ended."""
+    def write_note(self, rank: int, code: int, reason: str = "", time: float = 0, restart: int = 0) -> None:
+        """Notes how a rank's task ended."""
         host = f"node{rank // 2}"
         note = {"rank": rank, "code": code, "reason": reason, "host": host, "time": time, "restart": restart}
-        (self.kept / f"submitit/7_{rank}_end.json").write_text(json.dumps(note))
+        (self.job_folder / f"submitit/7_{rank}_end.json").write_text(json.dumps(note))
 
     def status(self) -> dict[str, Any]:
-        """The job's, with the exit code of the command."""
+        """Returns the status, and the command's exit code."""
         done = self.run("status", "slurm", "mine", "--json")
         return {**json.loads(done.stdout), "code": done.returncode}
 
@@ -100,7 +100,7 @@ def site(tmp_path: Path) -> Site:
 
 
 def made(tmp_path: Path) -> Site:
-    """A site in an empty folder."""
+    """Returns a site in an empty folder."""
     (tmp_path / "bin").mkdir()
     for name in ("sbatch", "scancel", "squeue", "scontrol", "sacct", "sinfo"):
         (tmp_path / "bin" / name).write_text(PROGRAM)
@@ -109,7 +109,7 @@ def made(tmp_path: Path) -> Site:
     (tmp_path / "job.yaml").write_text(json.dumps(values))
     (tmp_path / "home").mkdir(0o700)
     env = {"LOCKSTEP_HOME": str(tmp_path / "home"), "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
-    found = Site(tmp_path, env, JobSpec.of(values))
-    found.down("sacct", NO_ACCOUNTING)
-    found.does("sbatch", "echo Submitted batch job 8")
-    return found
+    stand_in = Site(tmp_path, env, JobSpec.of(values))
+    stand_in.down("sacct", NO_ACCOUNTING)
+    stand_in.does("sbatch", "echo Submitted batch job 8")
+    return stand_in

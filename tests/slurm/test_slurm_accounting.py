@@ -1,4 +1,4 @@
-"""On a SLURM with accounting: what only the accounting knows, and a function that submitit alone submits, preempts and resumes."""
+"""SLURM with accounting: states that only the accounting knows, and a function that submitit submits, preempts and resumes."""
 
 from __future__ import annotations
 
@@ -43,26 +43,26 @@ if __name__ == "__main__":
 """
 
 
-def requeued(bench: Bench, job_id: str) -> None:
-    """Waits for the start that a signal has brought about, which need not wait as long as SLURM would have it."""
+def start_requeued(bench: Bench, job_id: str) -> None:
+    """Waits until the signal has requeued the job, then starts the job earlier than SLURM would."""
 
-    def waits() -> bool:
-        shown = bench.cluster.ask("scontrol", "show", "job", "-o", job_id)
-        return "JobState=PENDING" in shown and "Restarts=1" in shown
+    def is_requeued() -> bool:
+        text = bench.cluster.ask("scontrol", "show", "job", "-o", job_id)
+        return "JobState=PENDING" in text and "Restarts=1" in text
 
-    poll(waits, 60, "the requeue", pause=0.2)
+    poll(is_requeued, 60, "the requeue", pause=0.2)
     bench.cluster.ask("scontrol", "update", f"jobid={job_id}", "starttime=now+2")
 
 
 @accounted
 @pytest.mark.promise("submitit")
 def test_a_function_with_a_session_is_requeued_by_submitit_when_all_ranks_have_saved(bench: Bench) -> None:
-    """It ends as where submitit's local tasks are the ranks of one world."""
+    """The result equals that of submitit's local tasks as ranks of path world."""
     program = bench.folder / "driver.py"
     program.write_text(FUNCTION)
     undisturbed, folder = bench.folder / "undisturbed", bench.folder / "own"
-    for one in (undisturbed, folder):
-        one.mkdir()
+    for path in (undisturbed, folder):
+        path.mkdir()
     done = run([PYTHON, str(program), "local", "2", str(undisturbed)], dict(os.environ), 240)
     result = done.output.splitlines()[-1]
     assert done.code == 0 and re.fullmatch(r"\[\(2, (.*)\), \(2, \1\)\]", result), done.output
@@ -75,16 +75,16 @@ def test_a_function_with_a_session_is_requeued_by_submitit_when_all_ranks_have_s
         bench.cluster.ask("scancel", "--signal=USR2", job_id)
         poll(lambda: events(folder / "run", "preempted"), 60, "the signal and the checkpoint")
         (folder / "slow").unlink()
-        requeued(bench, job_id)
-        said, _ = process.communicate(timeout=240)
-    assert process.returncode == 0 and said.splitlines()[-1] == result, said
+        start_requeued(bench, job_id)
+        output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0 and output.splitlines()[-1] == result, output
     assert len(events(folder / "run", "resumed")) == 1
 
 
 @accounted
 @pytest.mark.promise("slurm-truth")
 def test_slurm_has_forgotten_the_job(bench: Bench) -> None:
-    """What was seen, then what the tasks noted, then the accounting tells how it ended."""
+    """The end comes from the last status, else the tasks' notes, else the accounting."""
     bench.backend.submit(bench.command("old", "print('done')", ranks_per_node=1))
     bench.backend.submit(bench.command("bad", "raise SystemExit(3)", ranks_per_node=1))
     assert (bench.wait("old").state, bench.wait("bad").state) == ("succeeded", "failed")
@@ -101,14 +101,14 @@ def test_slurm_has_forgotten_the_job(bench: Bench) -> None:
     for folder in folders:
         for file in (*folder.glob("submitit/*_end.json"), folder / "ended.json"):
             file.unlink()
-    found = bench.backend.status("bad")
-    assert (found.state, found.reason, found.exit_code) == ("failed", "exit code 3", 3)
-    found = bench.backend.status("old")
-    assert found.state == "running" and "results of rank 0" in found.reason, found
+    status = bench.backend.status("bad")
+    assert (status.state, status.reason, status.exit_code) == ("failed", "exit code 3", 3)
+    status = bench.backend.status("old")
+    assert status.state == "running" and "results of rank 0" in status.reason, status
 
 
 def doctor(bench: Bench, spec: JobSpec) -> tuple[int, dict[str, dict[str, Any]]]:
-    """Its exit code and its findings by name."""
+    """Returns doctor's exit code and its rows by name."""
     done = lockstep("doctor", "slurm", str(bench.file(spec)), "--json")
     return done.returncode, {item["name"]: item for item in json.loads(done.stdout)}
 
@@ -116,8 +116,8 @@ def doctor(bench: Bench, spec: JobSpec) -> tuple[int, dict[str, dict[str, Any]]]
 @accounted
 def test_doctor(bench: Bench) -> None:
     spec = training(bench, "ask", gpus=2, slurm={"account": "root"})
-    code, found = doctor(bench, spec)
-    assert code == 0 and {found[name]["result"] for name in ("preemption", "start")} == {"ok"}, found
-    assert "REQUEUE" in found["preemption"]["detail"] and "to start at" in found["start"]["detail"], found
-    code, found = doctor(bench, JobSpec.of({**spec.plain(), "gpus": 8, "ranks_per_node": 2}))
-    assert code == 1 and "configuration is not available" in found["start"]["detail"], found
+    code, rows = doctor(bench, spec)
+    assert code == 0 and {rows[name]["result"] for name in ("preemption", "start")} == {"ok"}, rows
+    assert "REQUEUE" in rows["preemption"]["detail"] and "to start at" in rows["start"]["detail"], rows
+    code, rows = doctor(bench, JobSpec.of({**spec.plain(), "gpus": 8, "ranks_per_node": 2}))
+    assert code == 1 and "configuration is not available" in rows["start"]["detail"], rows

@@ -1,4 +1,4 @@
-"""A job without a shared disk: its run directory is on the node's own, which a bucket outlives."""
+"""A job without a shared disk: its run directory is on the node's disk, and a bucket outlives it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.objects.server import environment, moto, read
 from tests.processes import ROOT, poll
 from tests.product import JobSpec
 from tests.slurm.conftest import Bench
-from tests.slurm.trainings import SETTINGS, Hold, setting_words, trained_here
+from tests.slurm.trainings import SETTINGS, Hold, setting_words, train_here
 
 pytestmark = [pytest.mark.promise("object-stores"), pytest.mark.promise("slurm-survives")]
 
@@ -35,28 +35,30 @@ def test_the_example_resumes_after_its_node_is_lost_with_its_disk(
             {
                 **{f"overrides.{name}": value for name, value in SETTINGS.items()},
                 "env.AWS_ENDPOINT_URL": variables["AWS_ENDPOINT_URL"], "env.LOCKSTEP_TEST_HOLD": str(hold.path),
-                "run_dir": str(cluster / "local/run"), "overrides.data.root": str(cluster / "local/data"),  # each node has its own
+                "run_dir": str(cluster / "local/run"), "overrides.data.root": str(cluster / "local/data"),  # per node
                 "cpus": 1, "memory": "2Gi", "grace_seconds": 5,
             },
         )  # fmt: skip
         bench.backend.prepare(spec)
         bench.backend.submit(spec)
-        hold.reached()
+        hold.wait()
 
-        def sent() -> bool:
-            kept = json.loads(read(port, "runs/bucket/head"))["checkpoints"]
-            return [one["step"] for one in kept] == [10]
+        def is_sent() -> bool:
+            checkpoints = json.loads(read(port, "runs/bucket/head"))["checkpoints"]
+            return [entry["step"] for entry in checkpoints] == [10]
 
-        poll(sent, 60, "the checkpoint in the bucket")
+        poll(is_sent, 60, "the checkpoint in the bucket")
         bench.cluster.node("stop", "node1")
         try:
             hold.let_go()
             bench.becomes("bucket", "restarting")
-            found = bench.wait("bucket", 150)
+            status = bench.wait("bucket", 150)
         finally:
             bench.cluster.node("start", "node1")
-    assert (found.state, found.code) == ("succeeded", 0), f"{found}\n{bench.cluster.logged(bench.job_id('bucket'))}"
+    assert (status.state, status.code) == ("succeeded", 0), (
+        f"{status}\n{bench.cluster.log_lines(bench.job_id('bucket'))}"
+    )
     run, whole = cluster / "spool/node2-local/run", bench.folder / "whole"
     assert [(event["attempt"], event["step"]) for event in events(run, "start")] == [(1, 0), (2, 10)]
-    trained_here(whole, 1, *setting_words(SETTINGS), f"data.root={data_root}")
+    train_here(whole, 1, *setting_words(SETTINGS), f"data.root={data_root}")
     assert weights_digest(run) == weights_digest(whole)

@@ -1,4 +1,4 @@
-"""What the tutorials print for SLURM, as it is printed and in the page's order, on a real SLURM."""
+"""The tutorials' commands for SLURM run as printed, in the page's order, on a real SLURM."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ ENDS = {
     "docs/tutorials/your-own-training.md": ("two-nodes", "succeeded"),
     "docs/tutorials/to-slurm.md": ("digits", "cancelled"),
 }
-"""The job that the commands of a page leave, and how it ends."""
+"""Page → the job that its commands leave, and the job's last state."""
 
 
 class Page(Reader):
-    """In the environment of the test, which knows the cluster."""
+    """Runs a page in the environment of the test's cluster."""
 
     NEED = "on SLURM"
     BOUND = 300
 
     def before(self, command: str) -> None:
-        """What is cancelled has ended: it runs once more, for long enough."""
+        """Restarts the finished job with more epochs before `lockstep cancel`."""
         if command.startswith("lockstep cancel "):
             small = "--nodes 1 --set ranks_per_node=1 --set overrides.epochs=500"
             again = f"lockstep submit slurm digits.yaml --replace --fresh {small}"
@@ -41,7 +41,7 @@ def test_what_the_page_prints_works_on_the_cluster(bench: Bench, page: str, monk
     reader = Page(bench.folder / "page", dict(os.environ))
     reader.reads(page)
     name, state = ENDS[page]
-    found = bench.wait(name, 120)
-    assert found.state == state, (found, *bench.backend.logs(name))
+    status = bench.wait(name, 120)
+    assert status.state == state, (status, *bench.backend.logs(name))
     assert state != "cancelled" or events(reader.folder / "runs/jobs" / name, "preempted")[-1]["saved"]
     assert [row.name for row in bench.backend.list()] == [name]

@@ -18,11 +18,11 @@ WAITS = (
 BOUND = 60
 
 
-def begun(bench: Bench, name: str, ranks: int = 2) -> None:
+def await_ranks(bench: Bench, name: str, ranks: int = 2) -> None:
     poll(lambda: sum("begun" in line for line in bench.backend.logs(name)) == ranks, BOUND, "the ranks")
 
 
-def said(name: str, command: str, rank: int = 0) -> str:
+def exec_output(name: str, command: str, rank: int = 0) -> str:
     """Returns the output of a shell command on a rank's node."""
     done = lockstep("exec", "slurm", name, "--rank", str(rank), "--", "sh", "-c", command)
     assert done.returncode == 0, done
@@ -35,10 +35,10 @@ def test_a_command_is_on_the_ranks_node_of_that_part_of_the_array(bench: Bench) 
     ]
     bench.backend.sweep("grid", specs)
     for part in (0, 1):
-        begun(bench, f"grid-{part}")
-        found = [said(f"grid-{part}", "echo $PART $RANK $SLURMD_NODENAME", rank).split() for rank in (0, 1)]
-        assert [line[:2] for line in found] == [[str(part), "0"], [str(part), "1"]], found
-        assert found[0][2] != found[1][2], "each on its node"
+        await_ranks(bench, f"grid-{part}")
+        lines = [exec_output(f"grid-{part}", "echo $PART $RANK $SLURMD_NODENAME", rank).split() for rank in (0, 1)]
+        assert [line[:2] for line in lines] == [[str(part), "0"], [str(part), "1"]], lines
+        assert lines[0][2] != lines[1][2], "each on its node"
     bench.backend.submit(bench.command("later", WAITS, slurm=LATER))
     done = lockstep("exec", "slurm", "later", "--", "true")
     assert done.returncode == 2 and "later does not run" in done.stderr, done
@@ -48,7 +48,7 @@ IN_APPTAINER = {"container": "apptainer", "image": "/images/none.sif", "python":
 
 
 def stand_in(bench: Bench, monkeypatch: pytest.MonkeyPatch, first: str) -> None:
-    """In Apptainer's place: a program that does `first`, and runs the words behind the image on the node."""
+    """Replaces Apptainer with a program that runs `first`, then the words after the image on the node."""
     programs = bench.folder / "bin"
     programs.mkdir()
     program = programs / "apptainer"

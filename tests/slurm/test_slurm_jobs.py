@@ -1,4 +1,4 @@
-"""Jobs on a real SLURM: their ranks' places, failures, cancelling, refusals, `doctor`."""
+"""Jobs on a real SLURM: placement of ranks, failures, cancellation, refusals."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def test_every_rank_has_its_own_log_and_place(bench: Bench, monkeypatch: pytest.
         bench.backend.submit(spec)
     monkeypatch.setenv("KEY", "hunter2")
     bench.backend.submit(spec)
-    found = bench.wait("places")
-    assert found.state == "succeeded" and [(part.name, part.ranks) for part in found.ranks] == [
+    status = bench.wait("places")
+    assert status.state == "succeeded" and [(part.name, part.ranks) for part in status.ranks] == [
         ("node1", [0, 1]),
         ("node2", [2, 3]),
     ]
@@ -37,10 +37,10 @@ def test_every_rank_has_its_own_log_and_place(bench: Bench, monkeypatch: pytest.
     assert [line.split()[:5] for line in sorted(bench.backend.logs("places"))] == [
         ["[rank", f"{rank}]", str(rank), str(rank % 2), "4"] for rank in range(4)
     ]
-    kept = [path for path in bench.note("places").rglob("*") if path.is_file() and not path.is_symlink()]
-    kept = [path for path in kept if not path.name.endswith("_log.out")]
-    assert {path.suffix for path in kept} >= {".sh", ".pkl", ".json"}, "what was sent, the payloads, and records"
-    assert not any(b"hunter2" in path.read_bytes() for path in kept)
+    files = [path for path in bench.note("places").rglob("*") if path.is_file() and not path.is_symlink()]
+    files = [path for path in files if not path.name.endswith("_log.out")]
+    assert {path.suffix for path in files} >= {".sh", ".pkl", ".json"}, "what was sent, the payloads, and records"
+    assert not any(b"hunter2" in path.read_bytes() for path in files)
 
 
 @pytest.mark.promise("slurm-truth")
@@ -49,8 +49,8 @@ def test_what_was_sent_is_what_render_prints(bench: Bench, monkeypatch: pytest.M
     spec = bench.command("same", "print()", nodes=2, slurm={"partition": "main", "patch": {"nice": 5}})
     bench.backend.submit(spec)
     folder = bench.note("same/submitit")
-    sent = (folder / f"{bench.job_id('same')}_submission.sh").read_text()
-    assert sent == product.slurm_script(spec, folder) == lockstep("render", "slurm", str(bench.file(spec))).stdout
+    script = (folder / f"{bench.job_id('same')}_submission.sh").read_text()
+    assert script == product.slurm_script(spec, folder) == lockstep("render", "slurm", str(bench.file(spec))).stdout
     assert bench.wait("same").state == "succeeded"
 
 
@@ -58,14 +58,14 @@ def test_what_was_sent_is_what_render_prints(bench: Bench, monkeypatch: pytest.M
 def test_what_is_refused_leaves_nothing_and_takes_nothing_away(bench: Bench) -> None:
     bench.backend.submit(bench.command("kept", "print('here')"))
     bench.wait("kept")
-    for more, said in (
+    for more, message in (
         ({"gpus": 8, "cpus": 2, "memory": "1Gi"}, "Requested node configuration is not available"), ({"nodes": 3}, "SLURM refuses big"),
         ({"slurm": {"patch": {"exclude": "node9"}}}, "Invalid node name"), ({"slurm": {"partition": "nowhere"}}, "nowhere"),
     ):  # fmt: skip
-        began = time.monotonic()
-        with pytest.raises(UserError, match=said) as caught:
+        start = time.monotonic()
+        with pytest.raises(UserError, match=message) as raised:
             bench.backend.submit(bench.command("big", LONG, **more))
-        assert "\n" not in str(caught.value) and time.monotonic() - began < 10
+        assert "\n" not in str(raised.value) and time.monotonic() - start < 10
     with pytest.raises(UserError, match="SLURM refuses kept"):
         bench.backend.submit(bench.command("kept", "print('here')", slurm={"partition": "nowhere"}), "replace")
     assert bench.backend.status("kept").state == "succeeded" and "here" in list(bench.backend.logs("kept", rank=0))
@@ -78,23 +78,23 @@ def test_what_is_refused_leaves_nothing_and_takes_nothing_away(bench: Bench) -> 
 
 
 def test_a_failing_rank_ends_the_others(bench: Bench) -> None:
-    """Rank 1 of 4 raises. The other ranks, two of them on the other node, are ended in their sleep."""
+    """Rank 1 of 4 raises. SLURM ends the other ranks, two of them on the other node."""
     go = bench.folder / "go"
     program = f"import os, time; first = os.environ['RANK'] == '1'\nwhile first and not os.path.exists('{go}'): time.sleep(0.05)\n"
     bench.backend.submit(bench.command("bad", f"{program}1 / (not first); {LONG}", nodes=2))
     for rank in (0, 2, 3):
         poll(lambda: list(bench.backend.logs("bad", rank=rank)) == ["begun"], 60, f"rank {rank}")
     go.touch()
-    found = bench.wait("bad")
-    assert (found.state, found.code) == ("failed", 1)
-    assert found.reason == "rank 1 on node1: ZeroDivisionError: division by zero"
-    said = list(bench.backend.logs("bad", rank=1))
-    assert "Traceback (most recent call last):" in said and "submitit" not in "\n".join(said)
+    status = bench.wait("bad")
+    assert (status.state, status.code) == ("failed", 1)
+    assert status.reason == "rank 1 on node1: ZeroDivisionError: division by zero"
+    lines = list(bench.backend.logs("bad", rank=1))
+    assert "Traceback (most recent call last):" in lines and "submitit" not in "\n".join(lines)
 
 
 @pytest.mark.promise("slurm-survives")
 def test_failures_are_retried_and_wrong_usage_of_one_rank_is_final(bench: Bench) -> None:
-    """Also where the others fail otherwise."""
+    """Also if other ranks fail differently."""
     once = bench.folder / "once"
     program = f"import os, sys; sys.exit(0 if os.path.exists('{once}') else [open('{once}', 'w'), 7][1])"
     bench.backend.submit(bench.command("again", program, ranks_per_node=1, max_restarts=2))
@@ -103,19 +103,19 @@ def test_failures_are_retried_and_wrong_usage_of_one_rank_is_final(bench: Bench)
     bench.backend.submit(bench.command("mixed", mixed, max_restarts=3))
     bench.backend.submit(training(bench, "wrong", nodes=1, overrides={"model": "tests.nets:NoSuchNet"}, max_restarts=3))
     for name, expected in (("again", ("succeeded", 0, 1)), ("mixed", ("failed", 2, 0)), ("wrong", ("failed", 2, 0))):
-        found = bench.wait(name)
-        assert (found.state, found.code, found.ranks[0].restarts) == expected, found
-    assert "NoSuchNet" in found.reason
+        status = bench.wait(name)
+        assert (status.state, status.code, status.ranks[0].restarts) == expected, status
+    assert "NoSuchNet" in status.reason
 
 
 def test_cancel_while_running_saves_and_is_not_undone(bench: Bench) -> None:
-    """The ranks save and ask for a requeue. SLURM would grant it; the job stays cancelled all the same."""
+    """The ranks save and request a requeue. The job stays cancelled, although SLURM would grant it."""
     job = Training(bench, "runs", epochs=2)
-    job.hold.reached()
+    job.hold.wait()
     bench.cluster.ask("scancel", job.job_id)
-    found = bench.wait("runs")
-    assert (found.state, found.code) == ("cancelled", 75) and events(job.run)[-1]["event"] == "preempted", found
-    bench.cluster.idle()  # no process is left that could ask for a requeue
+    status = bench.wait("runs")
+    assert (status.state, status.code) == ("cancelled", 75) and events(job.run)[-1]["event"] == "preempted", status
+    bench.cluster.idle()  # no process is left that could request a requeue
     assert bench.cluster.ask("squeue", "-h", "-t", "pending,running,completing") == "", "nobody has requeued it"
     assert bench.backend.status("runs").state == "cancelled"
 

@@ -1,4 +1,4 @@
-"""A laptop and a login node whose words are odd, cut off or of another version. Programs stand in for ssh and SLURM."""
+"""A laptop and a login node: odd words, cut-off submissions, another version. Programs stand in for ssh and SLURM."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ def laptop(site: Site) -> Site:
     return site
 
 
-def typed(site: Site, *words: str) -> subprocess.CompletedProcess[str]:
-    """The command as a process: ssh writes to its streams."""
+def lockstep(site: Site, *words: str) -> subprocess.CompletedProcess[str]:
+    """Starts a process, because ssh writes to its streams."""
     command, env = [PYTHON, "-c", PROGRAM, *words], {**os.environ, **site.env}
     return subprocess.run(command, env=env, cwd=site.folder, capture_output=True, text=True, timeout=60)
 
 
-def there(site: Site, line: str) -> None:
-    """What the login shell does first."""
+def on_login(site: Site, line: str) -> None:
+    """Sets what the login shell runs first."""
     (site.folder / "before").write_text(f"{line}\n")
 
 
 def job(site: Site, **values: object) -> str:
-    own = {"name": "mine", "command": ["true"], "run_dir": "runs/mine", "slurm": {"host": AT}, **values}
-    Path(site.file).write_text(json.dumps(own, ensure_ascii=False))
+    spec = {"name": "mine", "command": ["true"], "run_dir": "runs/mine", "slurm": {"host": AT}, **values}
+    Path(site.file).write_text(json.dumps(spec, ensure_ascii=False))
     return site.file
 
 
@@ -61,54 +61,54 @@ def test_the_same_words_and_a_run_below_the_home_folder_there(laptop: Site) -> N
     options = ["--host", AT, "--set", "nodes=2", "--set", "grace_seconds=7", "--json"]
     laptop.env["LOCKSTEP_SLURM_HOST"] = ""
     env = {"FACE": "\U0001f600", "NUMBER": "1e3"}
-    done = typed(laptop, "submit", "slurm", job(laptop, slurm={}, env=env), *options)
+    done = lockstep(laptop, "submit", "slurm", job(laptop, slurm={}, env=env), *options)
     assert done.returncode == 0 and json.loads(done.stdout)["created"], done
-    record = json.loads((laptop.kept / "job.json").read_text())
+    record = json.loads((laptop.job_folder / "job.json").read_text())
     assert record["run_dir"] == str(laptop.folder / "there/runs/mine") and "host" not in record["spec"]["slurm"]
     assert (record["spec"]["nodes"], record["spec"]["grace_seconds"]) == (2, 7)
     assert record["spec"]["env"] == env
     started = (laptop.folder / "bin/started").read_text()
     assert started == f"{laptop.folder}/there\n", "SLURM starts the ranks where sbatch was started"
-    sent = (laptop.kept / "submitit/8_submission.sh").read_text()
-    assert typed(laptop, "render", "slurm", laptop.file, *options[:-1]).stdout == sent
+    script = (laptop.job_folder / "submitit/8_submission.sh").read_text()
+    assert lockstep(laptop, "render", "slurm", laptop.file, *options[:-1]).stdout == script
     laptop.does("scontrol", "echo JobId=8 JobName=mine JobState=PENDING Reason=Priority")
-    assert "mine would attach" in typed(laptop, "submit", "slurm", "./job.yaml", *options[:-1], "--dry-run").stdout
-    done = typed(laptop, "status", "slurm", "other", "--host", AT)
+    assert "mine would attach" in lockstep(laptop, "submit", "slurm", "./job.yaml", *options[:-1], "--dry-run").stdout
+    done = lockstep(laptop, "status", "slurm", "other", "--host", AT)
     assert (done.returncode, done.stderr) == (2, "error: there is no slurm job other: see `lockstep list slurm`\n")
     laptop.down("scontrol")
-    done = typed(laptop, "status", "slurm", job(laptop))
+    done = lockstep(laptop, "status", "slurm", job(laptop))
     assert done.returncode == 69 and "error: the SLURM controller does not answer" in done.stderr, done
 
 
 def test_a_recipe_that_does_not_travel_is_refused_on_the_laptop(laptop: Site) -> None:
     (laptop.folder / "mine.yaml").write_text("batch_size: 8\n")
     Path(laptop.file).write_text(f"name: mine\nrecipe: mine.yaml\nslurm: {{host: '{AT}'}}\n")
-    done = typed(laptop, "submit", "slurm", laptop.file)
+    done = lockstep(laptop, "submit", "slurm", laptop.file)
     assert done.returncode == 2 and "recipe mine.yaml is a file of this machine" in done.stderr, done
-    assert not laptop.called("sbatch")
+    assert not laptop.calls("sbatch")
     Path(laptop.file).write_text(f"name: mine\nrecipe: mine.yaml\ncode: .\nslurm: {{host: '{AT}'}}\n")
     (laptop.folder / ".lockstepignore").write_text("*\n!mine.yaml\n")
-    done = typed(laptop, "submit", "slurm", laptop.file)
-    assert done.returncode == 0 and (laptop.kept / "job.json").exists(), done
+    done = lockstep(laptop, "submit", "slurm", laptop.file)
+    assert done.returncode == 0 and (laptop.job_folder / "job.json").exists(), done
 
 
 def test_a_secret_is_the_laptops_and_lies_nowhere(laptop: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     laptop.does("sbatch", 'printf %s "$KEY" > got; exit 1')
-    there(laptop, "export KEY='of the login node'")
+    on_login(laptop, "export KEY='of the login node'")
     (laptop.folder / "own").mkdir()
     (laptop.folder / "own/a.py").touch()
     file = job(laptop, secrets={"KEY": {"secret": "s", "key": "k"}}, code="own")
     secret = b"hunter'2 \xff.\n\n"
     monkeypatch.setenv("KEY", os.fsdecode(secret))
-    assert typed(laptop, "submit", "slurm", file, "--dry-run").returncode == 2
-    got = laptop.folder / "bin/got"
-    assert got.read_bytes() == b"-" and not (laptop.folder / "home/code").exists(), "a dry run sends neither"
+    assert lockstep(laptop, "submit", "slurm", file, "--dry-run").returncode == 2
+    secret_file = laptop.folder / "bin/got"
+    assert secret_file.read_bytes() == b"-" and not (laptop.folder / "home/code").exists(), "a dry run sends neither"
     monkeypatch.delenv("KEY")
-    assert "the job needs the secret KEY" in typed(laptop, "submit", "slurm", file).stderr
+    assert "the job needs the secret KEY" in lockstep(laptop, "submit", "slurm", file).stderr
     monkeypatch.setenv("KEY", os.fsdecode(secret))
-    assert "SLURM refuses mine" in typed(laptop, "submit", "slurm", file).stderr
-    assert got.read_bytes() == secret
-    got.unlink()
+    assert "SLURM refuses mine" in lockstep(laptop, "submit", "slurm", file).stderr
+    assert secret_file.read_bytes() == secret
+    secret_file.unlink()
     assert not any(b"hunter" in path.read_bytes() for path in laptop.folder.rglob("*") if path.is_file())
 
 
@@ -118,12 +118,12 @@ def test_a_submission_that_came_in_part_changes_nothing(laptop: Site, part: int)
     (laptop.folder / "own/train.py").write_text(f"# {os.urandom(2000).hex()}")
     size = "$(wc -c < asked) - 1" if part else "0"
     # The laptop keeps its end open.
-    there(laptop, f"timeout 3 cat > asked; head -c $(({size})) asked > part; exec < part")
-    done = typed(laptop, "submit", "slurm", job(laptop, command=["python", "train.py"], code="own"))
+    on_login(laptop, f"timeout 3 cat > asked; head -c $(({size})) asked > part; exec < part")
+    done = lockstep(laptop, "submit", "slurm", job(laptop, command=["python", "train.py"], code="own"))
     assert done.returncode == 69 and "error: the job came in part: submit again" in done.stderr, done
-    assert not laptop.called("sbatch") and not list((laptop.folder / "home").iterdir())
-    there(laptop, "")
-    assert typed(laptop, "submit", "slurm", laptop.file).returncode == 0
+    assert not laptop.calls("sbatch") and not list((laptop.folder / "home").iterdir())
+    on_login(laptop, "")
+    assert lockstep(laptop, "submit", "slurm", laptop.file).returncode == 0
     (copy,) = (laptop.folder / "home/code").glob("*/train.py")
     assert copy.read_bytes() == (laptop.folder / "own/train.py").read_bytes()
 
@@ -134,15 +134,15 @@ def test_another_version_no_lockstep_at_all_and_no_connection(laptop: Site) -> N
     python.chmod(0o755)
     laptop.env["LOCKSTEP_SLURM_HOST"] = f"login.example:{python}"
     for words in (("status", "slurm", "mine"), ("submit", "slurm", "--name", "mine", "--recipe", "smoke")):
-        done = typed(laptop, *words)
-        said = "error: login.example has another version than this machine, which has 0.1.0: use the same on both\n"
-        assert (done.returncode, done.stderr) == (2, said), done
-        assert not laptop.called("sbatch")
+        done = lockstep(laptop, *words)
+        message = "error: login.example has another version than this machine, which has 0.1.0: use the same on both\n"
+        assert (done.returncode, done.stderr) == (2, message), done
+        assert not laptop.calls("sbatch")
     laptop.env["LOCKSTEP_SLURM_HOST"] = "login.example:/no/such/python"
-    done = typed(laptop, "status", "slurm", "mine")
+    done = lockstep(laptop, "status", "slurm", "mine")
     assert done.returncode == 2 and "/no/such/python on login.example does not run Lockstep" in done.stderr, done
-    there(laptop, "echo 'root@x: Permission denied (publickey).' >&2; exit 255")
-    done = typed(laptop, "list", "slurm")
+    on_login(laptop, "echo 'root@x: Permission denied (publickey).' >&2; exit 255")
+    done = lockstep(laptop, "list", "slurm")
     assert (done.returncode, done.stdout) == (69, "") and "Permission denied" in done.stderr, done
     assert "error: the connection to login.example is lost" in done.stderr
 
@@ -157,19 +157,18 @@ def test_another_version_no_lockstep_at_all_and_no_connection(laptop: Site) -> N
 def test_the_machine_that_submits_remembers_where_the_job_is(
     laptop: Site, words: tuple[str, ...], code: int, remembered: set[str]
 ) -> None:
-    """Later commands go to the login node of the submission. Where both machines share a home folder, the login node does not send them
-    to itself."""
+    """Later commands go to the login node of the submission. With a shared home folder the login node does not connect to itself."""
     laptop.env |= {"LOCKSTEP_SLURM_HOST": "", "LOCKSTEP_HOME": str(laptop.folder / "home")}
-    again = '[ -z "$LOCKSTEP_SLURM_HERE" ] || exit 9'
-    (laptop.folder / "bin/ssh").write_text(SSH.replace("#!/bin/sh", f"#!/bin/sh\n{again}"))
+    guard = '[ -z "$LOCKSTEP_SLURM_HERE" ] || exit 9'
+    (laptop.folder / "bin/ssh").write_text(SSH.replace("#!/bin/sh", f"#!/bin/sh\n{guard}"))
     laptop.does("scontrol", "echo JobId=8 JobName=mine JobState=PENDING Reason=Priority")
     laptop.does("sbatch", "echo 'sbatch: to start at once' >&2; echo Submitted batch job 8")
-    done = typed(laptop, "submit", "slurm", job(laptop, command=None, recipe="smoke"), *words)
+    done = lockstep(laptop, "submit", "slurm", job(laptop, command=None, recipe="smoke"), *words)
     assert done.returncode == code, done
     places = {path.stem: json.loads(path.read_text()) for path in (laptop.folder / "home").glob("places/slurm/*")}
     assert places == {name: {"host": AT} for name in remembered}
     if code == 124:
-        done = typed(laptop, "status", "slurm", "mine")
+        done = lockstep(laptop, "status", "slurm", "mine")
         assert done.returncode == 0 and "mine: queued" in done.stdout, done
 
 
@@ -208,7 +207,7 @@ def test_a_command_in_a_rank_gets_its_input_and_gives_its_code(ranks: Site) -> N
 def test_followed_lines_come_at_once_and_no_process_follows_for_a_laptop_that_has_gone(laptop: Site) -> None:
     laptop.record()
     laptop.shows(RUNNING)
-    log = laptop.kept / "submitit/7_0_log.out"
+    log = laptop.job_folder / "submitit/7_0_log.out"
     log.write_text("one\n")
     command = [PYTHON, "-c", PROGRAM, "logs", "slurm", "mine", "--follow", "--rank", "0"]
     with subprocess.Popen(command, env={**os.environ, **laptop.env}, stdout=subprocess.PIPE, text=True) as process:
@@ -220,10 +219,10 @@ def test_followed_lines_come_at_once_and_no_process_follows_for_a_laptop_that_ha
 
     def followers() -> list[int]:
         words = b"\0".join((b"lockstep", b"logs", b"slurm", b"mine", b"--follow"))
-        found = []
+        pids = []
         for pid, *_ in processes():
             with contextlib.suppress(OSError):
-                found += [pid] if words in Path(f"/proc/{pid}/cmdline").read_bytes() else []
-        return found
+                pids += [pid] if words in Path(f"/proc/{pid}/cmdline").read_bytes() else []
+        return pids
 
     poll(lambda: not followers(), 60, "the end of the follower")

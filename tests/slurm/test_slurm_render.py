@@ -1,4 +1,4 @@
-"""The batch script: golden files, purity, and that nothing a person writes gets out of its place. Needs no SLURM."""
+"""The batch script: golden files, purity, and no setting escapes its place. Needs no SLURM."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SPECS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", [*SPECS, "array"])
 def test_golden(name: str) -> None:
-    """`WRITE_GOLDEN=1` writes them anew: read the difference. The array waits for a preparation."""
+    """`WRITE_GOLDEN=1` rewrites the files: review the diff. The array waits for a preparation."""
     spec, path = JobSpec.of(SPECS.get(name, BIG)), GOLDEN / f"{name}.sh"
     texts = [
         product.slurm_script(spec, FOLDER, "4711" if name == "array" else None, 6 if name == "array" else 1)
@@ -49,8 +49,8 @@ def test_golden(name: str) -> None:
     if os.environ.get("WRITE_GOLDEN"):
         path.write_text(texts[0])
     assert texts == [path.read_text()] * 2
-    checked = subprocess.run(["bash", "-n"], input=texts[0], text=True, capture_output=True, timeout=30)
-    assert checked.returncode == 0, checked.stderr
+    check = subprocess.run(["bash", "-n"], input=texts[0], text=True, capture_output=True, timeout=30)
+    assert check.returncode == 0, check.stderr
 
 
 def test_the_example_does_not_drift() -> None:
@@ -75,7 +75,7 @@ def test_every_profile_of_a_cluster_renders(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("mode", "code"), [(0o700, 0), (0o2700, 0), (0o750, 2), (0o701, 2)])
 def test_the_script_takes_no_payload_from_a_folder_that_others_can_write(tmp_path: Path, mode: int, code: int) -> None:
-    """A folder below one with the group bit set inherits that, and is still its owner's alone."""
+    """A folder inherits its parent's setgid bit, and still belongs to its owner alone."""
     folder = tmp_path / "submitit"
     folder.mkdir()
     folder.chmod(mode)
@@ -114,7 +114,7 @@ def test_the_options_that_slurm_must_get() -> None:
     ],
 )  # fmt: skip
 def test_hostile_settings_are_refused_in_one_line(change: dict[str, Any], tmp_path: Path) -> None:
-    """The setting is named."""
+    """The error names the setting."""
     (tmp_path / "job.yaml").write_text(json.dumps({**BIG, "slurm": change}))
     done = lockstep(tmp_path, "render", "slurm", "job.yaml", LOCKSTEP_HOME="/shared/lockstep")
     ((name, value),) = change.items()

@@ -1,4 +1,4 @@
-"""What a job on SLURM survives: each disturbance once, and the weights are those of the undisturbed run, bit by bit."""
+"""A job on SLURM survives each disturbance, and its weights equal the undisturbed run's bit by bit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from tests.processes import PYTHON, poll
 from tests.slurm.conftest import Bench
 from tests.slurm.test_slurm_exec import IN_APPTAINER, stand_in
-from tests.slurm.trainings import SETTINGS, Training, setting_words, trained_here
+from tests.slurm.trainings import SETTINGS, Training, setting_words, train_here
 
 pytestmark = pytest.mark.promise("slurm-survives")
 
@@ -21,36 +21,36 @@ pytestmark = pytest.mark.promise("slurm-survives")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, data_root: Path) -> Path:
     """The same training on 2 ranks of this machine, without SLURM."""
     run = tmp_path_factory.mktemp("whole") / "run"
-    return trained_here(run, 2, *setting_words(SETTINGS), f"data.root={data_root}")
+    return train_here(run, 2, *setting_words(SETTINGS), f"data.root={data_root}")
 
 
 def test_preempted_and_out_of_time_more_often_than_it_may_fail(bench: Bench, undisturbed: Path) -> None:
-    """A higher partition preempts the job, then its time limit ends. SLURM looks every 30 s, and may signal 30 s early. Neither costs a
-    restart."""
+    """A higher partition preempts the job, then its time limit ends. Neither costs a restart.
+
+    SLURM checks every 30 s, and may signal 30 s early."""
     job = Training(bench, "moved", max_restarts=0)
-    job.hold.reached()
+    job.hold.wait()
     urgent = {"partition": "urgent", "patch": {"exclusive": True}}
     bench.backend.submit(bench.command("high", "print('urgent work')", nodes=2, ranks_per_node=1, slurm=urgent))
     job.saves(1)
-    job.hold.at(6)  # where the next start stands still
+    job.hold.at(6)  # the next start waits there
     assert bench.wait("high", 90).state == "succeeded"
-    job.hold.reached()
+    job.hold.wait()
     bench.cluster.ask("scontrol", "update", f"jobid={job.job_id}", "timelimit=1")
     job.saves(2)
     bench.becomes("moved", "restarting")
     bench.cluster.ask("scontrol", "update", f"jobid={job.job_id}", "timelimit=60")
-    found = job.ends_like(undisturbed)
-    assert found.ranks[0].restarts == 2 and job.resumed_at() == job.saved_at() and job.attempts() == 3, found
+    status = job.ends_like(undisturbed)
+    assert status.ranks[0].restarts == 2 and job.resumed_at() == job.saved_at() and job.attempts() == 3, status
 
 
 def test_the_controller_is_restarted_a_job_requeued_by_hand_and_a_node_powered_off(
     bench: Bench, undisturbed: Path
 ) -> None:
-    """While the controller is away the ranks train on. The others leave no time to save: the next start resumes from the last
-    checkpoint."""
+    """The ranks train on without the controller. After a requeue or a lost node, the next start resumes from the last checkpoint."""
     job = Training(bench, "unlucky")
-    job.hold.reached()
-    # The controller writes its state some seconds after a change; killed before, it would not know of the job at all.
+    job.hold.wait()
+    # The controller writes its state some seconds after a change. A controller that is killed before forgets the job.
     changed = time.time()
     bench.cluster.ask("scontrol", "update", f"jobid={job.job_id}", "admincomment=here")
     state = bench.cluster.folder / "state/job_state"
@@ -58,18 +58,18 @@ def test_the_controller_is_restarted_a_job_requeued_by_hand_and_a_node_powered_o
     def written() -> bool:
         try:
             return state.stat().st_mtime >= changed
-        except FileNotFoundError:  # also for the moment in which the controller puts a new file in its place
+        except FileNotFoundError:  # also while the controller replaces the file
             return False
 
     poll(written, 60, "the controller's state on the disk")
     bench.cluster.node("stop", "ctl")
     try:
-        told = bench.backend.wait("unlucky", 0)
-        assert (told.state, told.final) == ("running", False), told
-        assert told.reason.startswith("the SLURM controller does not answer: "), told
+        status = bench.backend.wait("unlucky", 0)
+        assert (status.state, status.final) == ("running", False), status
+        assert status.reason.startswith("the SLURM controller does not answer: "), status
         job.hold.at(13)
-        job.hold.reached()
-        job.checkpointed(10)
+        job.hold.wait()
+        job.await_checkpoint(10)
     finally:
         bench.cluster.node("start", "ctl")
     ping = ["scontrol", "ping"]
@@ -78,8 +78,8 @@ def test_the_controller_is_restarted_a_job_requeued_by_hand_and_a_node_powered_o
     bench.cluster.ask("scontrol", "requeue", job.job_id)
     job.hold.at(12)
     bench.becomes("unlucky", "restarting")
-    job.hold.reached()
-    job.checkpointed(20)
+    job.hold.wait()
+    job.await_checkpoint(20)
     bench.cluster.node("stop", "node2")
     try:
         bench.becomes("unlucky", "restarting", 90)
@@ -92,7 +92,7 @@ def test_the_controller_is_restarted_a_job_requeued_by_hand_and_a_node_powered_o
 
 
 def test_a_signal_before_the_ranks_are_there(bench: Bench, undisturbed: Path) -> None:
-    """The signal comes before Python has started, and is held back. The ranks leave before they have met, and the job is started again."""
+    """The signal comes before Python starts, and is held back. The ranks exit before the rendezvous, and SLURM restarts the job."""
     folder = bench.folder / "starts"
     folder.mkdir()
     python = bench.folder / "python"
@@ -112,27 +112,27 @@ os.execv({PYTHON!r}, [{PYTHON!r}, *sys.argv[1:]])
     poll(lambda: len(list(folder.iterdir())) == 2, 60, "the tasks")
     bench.signal(job.name)
     (folder / "go").touch()
-    found = job.ends_like(undisturbed)
-    assert {part.restarts for part in found.ranks} == {1}, found
-    # The script asks for a new start where a signal kills a task, too. SLURM's TERM comes when one of them has left: the other
-    # one may hear that first, as it has held back both.
+    status = job.ends_like(undisturbed)
+    assert {part.restarts for part in status.ranks} == {1}, status
+    # The script also requests a requeue if a signal kills a task. SLURM sends TERM when one task has exited: the other
+    # task, which held back both signals, may handle TERM first.
     logs = [bench.note(f"early/submitit/{job.job_id}_{rank}_log.out") for rank in (0, 1)]
-    heard = [
+    signals = [
         re.findall(r"^SIG(USR2|TERM) before the ranks were connected", log.read_text(), re.MULTILINE) for log in logs
     ]
-    assert [len(names) for names in heard] == [1, 1] and ["USR2"] in heard, heard
+    assert [len(names) for names in signals] == [1, 1] and ["USR2"] in signals, signals
 
 
 def test_a_signal_while_a_task_is_being_started(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing holds the signal back yet, so the task dies of it, and the script starts the job again, once. It does so where every task
-    dies, where one task dies, and where srun ends the other task before that has begun."""
+    """The signal kills the task, and the script restarts the job once: if every task dies, if one dies, and if srun ends the other task
+    before its start."""
     first = (
         '[ "${SLURM_RESTART_COUNT:-0}" != 0 ] || case $SLURM_JOB_NAME$SLURM_PROCID in every?|peer0) kill -USR2 $$;; '
         "peer1) exec sleep 60;; "
         f"one1) while [ ! -e {bench.folder}/$SLURM_JOB_NAME ]; do sleep 0.1; done; kill -USR2 $$;; esac"
     )
     stand_in(bench, monkeypatch, first)
-    # What stands in a setup line does not reach the lines of the script that ask.
+    # Setup lines do not change the lines of the script that request a requeue.
     setup = [
         "set -euxf -o pipefail",
         "shopt -s nullglob",
@@ -143,18 +143,17 @@ def test_a_signal_while_a_task_is_being_started(bench: Bench, monkeypatch: pytes
         spec = bench.command(name, program, max_restarts=1, slurm={**IN_APPTAINER, "setup": setup})
         bench.backend.submit(spec)
     for name in ("every", "one", "peer"):
-        found = bench.wait(name)
-        assert (found.state, found.ranks[0].restarts) == ("succeeded", 1), found
+        status = bench.wait(name)
+        assert (status.state, status.ranks[0].restarts) == ("succeeded", 1), status
         for rank in (0, 1):
-            said = [line for line in bench.backend.logs(name, rank=rank) if not line.startswith("slurmstepd")]
-            assert said == ["through"] * (2 if (name, rank) == ("one", 0) else 1), said
+            lines = [line for line in bench.backend.logs(name, rank=rank) if not line.startswith("slurmstepd")]
+            assert lines == ["through"] * (2 if (name, rank) == ("one", 0) else 1), lines
 
 
 def test_a_start_that_gets_no_further_counts(bench: Bench) -> None:
-    """Each start is signalled before it has made a step, as with a short time limit. The restarts are used up, the state is saved, and
-    a new submission resumes."""
+    """Each start gets the signal before its first step. The restarts are used up, the state is saved, and a new submission resumes."""
     job = Training(bench, "spent", epochs=2, nodes=1, max_restarts=1)
-    job.hold.reached()
+    job.hold.wait()
     log = bench.log("spent")
     for start in (1, 2, 3):
         bench.signal(job.name)
@@ -162,9 +161,9 @@ def test_a_start_that_gets_no_further_counts(bench: Bench) -> None:
             break
         bench.becomes("spent", "restarting")
         poll(lambda: log.read_text().count("Loading pickle") == start + 1, 60, "the next start")
-    found = bench.wait("spent")
-    assert (found.state, found.code, found.ranks[0].restarts) == ("preempted", 75, 2), found
-    assert "restarts are used up" in found.reason
+    status = bench.wait("spent")
+    assert (status.state, status.code, status.ranks[0].restarts) == ("preempted", 75, 2), status
+    assert "restarts are used up" in status.reason
     job.hold.let_go()
     bench.backend.submit(job.spec, "replace")
     assert bench.wait("spent", 90).state == "succeeded"
@@ -172,47 +171,49 @@ def test_a_start_that_gets_no_further_counts(bench: Bench) -> None:
 
 
 def test_what_counts_of_another_program(bench: Bench) -> None:
-    """A program ends with 75. After a signal that costs no restart; unasked it costs one, as a crash does. A signal that it does not
-    catch ends the job, and is named."""
-    begun = bench.folder / "begun"
+    """Exit code 75 after a signal costs no restart; without a signal it costs one, as a crash does. An uncaught signal ends the job,
+    and the reason names it."""
+    marker = bench.folder / "begun"
     program = f"""
 import os, signal, sys
 start = int(os.environ["LOCKSTEP_RESTARTS"])
 signal.signal(signal.SIGUSR2, lambda *_: sys.exit(75))
-open(f"{begun}-{{start}}", "w").close()
+open(f"{marker}-{{start}}", "w").close()
 while start < 2:
     signal.pause()
 sys.exit(75 if start == 2 else 7)
 """
-    deaf = f"import time; open('{begun}', 'w').close(); time.sleep(60)"
+    deaf = f"import time; open('{marker}', 'w').close(); time.sleep(60)"
     bench.backend.submit(bench.command("own", program, ranks_per_node=1, max_restarts=1))
     bench.backend.submit(bench.command("deaf", deaf, ranks_per_node=1))
-    poll(begun.exists, 60, "the start")
+    poll(marker.exists, 60, "the start")
     bench.signal("deaf")
     for start in (0, 1):
-        poll(Path(f"{begun}-{start}").exists, 60, f"start {start}")
+        poll(Path(f"{marker}-{start}").exists, 60, f"start {start}")
         bench.signal("own")
         bench.becomes("own", "restarting")
-    found = bench.wait("own", 90)
-    assert (found.state, found.reason, found.ranks[0].restarts) == ("failed", "rank 0 on node1: exit code 7", 3), found
-    found = bench.wait("deaf", 90)
-    assert (found.state, found.code) == (
+    status = bench.wait("own", 90)
+    assert (status.state, status.reason, status.ranks[0].restarts) == ("failed", "rank 0 on node1: exit code 7", 3), (
+        status
+    )
+    status = bench.wait("deaf", 90)
+    assert (status.state, status.code) == (
         "failed",
         1,
-    ) and "rank 0 was ended by SIGUSR2, which it did not catch" in found.reason, found
+    ) and "rank 0 was ended by SIGUSR2, which it did not catch" in status.reason, status
 
 
 def test_without_scontrol_the_script_asks(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a container there is no scontrol. Rank 0 leaves a note, and the batch script has the job started again, once."""
+    """In a container there is no scontrol. Rank 0 leaves a note, and the batch script requeues the job once."""
     stand_in(bench, monkeypatch, f"PATH={bench.folder}/bin")
-    program = (  # the second start ends for good, by rank 0, before rank 1 could
+    program = (  # rank 0 ends the second start for good, before rank 1
         "import os, shutil, sys, time; print(shutil.which('scontrol')); first = os.environ['LOCKSTEP_RESTARTS'] == '0'\n"
         "time.sleep(0 if first or os.environ['RANK'] == '0' else 60); sys.exit(75 if first else 2)"
     )
     bench.backend.submit(
         bench.command("inside", program, max_restarts=1, nodes=2, ranks_per_node=1, slurm=IN_APPTAINER)
     )
-    found = bench.wait("inside")
-    assert (found.state, found.code, found.ranks[0].restarts) == ("failed", 2, 1), found
-    said = [line for line in bench.backend.logs("inside", rank=0) if not line.startswith("slurmstepd")]
-    assert said == ["None", "None"]
+    status = bench.wait("inside")
+    assert (status.state, status.code, status.ranks[0].restarts) == ("failed", 2, 1), status
+    lines = [line for line in bench.backend.logs("inside", rank=0) if not line.startswith("slurmstepd")]
+    assert lines == ["None", "None"]

@@ -23,7 +23,7 @@ def test_a_sweep_is_one_array(bench: Bench) -> None:
         ["grid-1", "0.001", "succeeded", "0"],
     ]
     ids = [bench.job_id(f"grid-{index}").split("_") for index in (0, 1)]
-    assert ids[0][0] == ids[1][0] and [one[1] for one in ids] == ["0", "1"]
+    assert ids[0][0] == ids[1][0] and [job_id[1] for job_id in ids] == ["0", "1"]
     runs = [(bench.folder / "grid" / f"grid-{index}" / "run.yaml").read_text() for index in (0, 1)]
     assert "lr: 0.1\n" in runs[0] and "lr: 0.001\n" in runs[1]
     again = lockstep("submit", "slurm", str(bench.file(spec)), "--sweep", "lr=0.1,0.001")
@@ -42,8 +42,10 @@ def test_a_part_of_a_sweep_is_requeued_alone(bench: Bench) -> None:
     bench.signal("part-1")
     poll(lambda: events(runs[1], "preempted"), 60, "the signal and the checkpoint")
     hold.let_go()
-    found = [bench.wait(f"part-{index}", 120) for index in (0, 1)]
-    assert [(one.state, one.ranks[0].restarts) for one in found] == [("succeeded", 0), ("succeeded", 1)], found
+    statuses = [bench.wait(f"part-{index}", 120) for index in (0, 1)]
+    assert [(status.state, status.ranks[0].restarts) for status in statuses] == [("succeeded", 0), ("succeeded", 1)], (
+        statuses
+    )
 
 
 def test_shards_are_prepared_once_and_waited_for(bench: Bench) -> None:
@@ -51,12 +53,12 @@ def test_shards_are_prepared_once_and_waited_for(bench: Bench) -> None:
     spec = training(bench, "fed", shards=str(shards), nodes=1)
     assert bench.backend.prepare(spec).created and not bench.backend.prepare(spec).created
     bench.backend.submit(spec)
-    shown = bench.cluster.ask("scontrol", "show", "job", "-o", bench.job_id("fed"))
-    assert f"Dependency=afterok:{bench.job_id('fed-prepare')}" in shown
+    text = bench.cluster.ask("scontrol", "show", "job", "-o", bench.job_id("fed"))
+    assert f"Dependency=afterok:{bench.job_id('fed-prepare')}" in text
     assert bench.wait("fed", 120).state == "succeeded" and (shards / "synthetic").is_dir()
     assert f"{shards}/synthetic" in bench.backend.prepare(spec).where
     hungry = training(bench, "hungry", shards=str(bench.folder / "none"), nodes=1)
-    # Nothing starts meanwhile, so that the preparation has not ended when it is cancelled.
+    # The partition is down, so the preparation cannot end before it is cancelled.
     bench.cluster.ask("scontrol", "update", "PartitionName=main", "State=DOWN")
     try:
         bench.backend.prepare(hungry)
@@ -64,5 +66,5 @@ def test_shards_are_prepared_once_and_waited_for(bench: Bench) -> None:
         bench.backend.cancel("hungry-prepare")
     finally:
         bench.cluster.ask("scontrol", "update", "PartitionName=main", "State=UP")
-    found = bench.wait("hungry")
-    assert found.state == "failed" and "depends on has failed" in found.reason, found
+    status = bench.wait("hungry")
+    assert status.state == "failed" and "depends on has failed" in status.reason, status

@@ -32,11 +32,11 @@ def unanswered(site: Site, words: tuple[str, ...]) -> None:
     done = site.run(verb, "slurm", *rest)
     assert done.returncode == EXIT_UNREACHABLE, (words, done)
     assert "does not answer" in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr, (words, done)
-    assert not site.called("sbatch") and not list(site.kept.glob("ended.json")), words
+    assert not site.calls("sbatch") and not list(site.job_folder.glob("ended.json")), words
 
 
 def test_whether_an_interrupted_submission_is_there_is_not_known(site: Site) -> None:
-    """sbatch's answer is lost, and with it the job's number, and squeue does not answer. No command says whether there is a job."""
+    """sbatch's answer with the job's id is lost, and squeue does not answer. No command says whether there is a job."""
     site.record(job_id=None)
     site.down("squeue")
     for words in (STATUS, LOGS, CANCEL, SUBMIT, REPLACE, WAIT, LIST):
@@ -49,7 +49,7 @@ def test_whether_an_interrupted_submission_is_there_is_not_known(site: Site) -> 
 
 
 def test_the_controller_does_not_answer(site: Site) -> None:
-    """And says nothing."""
+    """The commands print nothing."""
     site.record()
     for program in ("scontrol", "squeue"):
         site.down(program, "")
@@ -58,24 +58,24 @@ def test_the_controller_does_not_answer(site: Site) -> None:
 
 
 def test_an_outage_ends_no_job_and_the_last_known_state_is_shown(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A waiting job was "running" and then lost, also one that had succeeded meanwhile."""
+    """Without SLURM `wait` raises Unreachable, until a note says how the job ended."""
     for name, value in site.env.items():
         monkeypatch.setenv(name, value)
     site.record(since=time.time())
     site.shows("JobId=7 JobName=mine JobState=PENDING Reason=Priority Partition=main")
-    backend, seen = product.slurm(lost_after=0.1), list[str]()
+    backend, states = product.slurm(lost_after=0.1), list[str]()
 
     def falls_silent(status: Status) -> None:
-        seen.append(status.state)
+        states.append(status.state)
         site.down("scontrol")
 
     with pytest.raises(Unreachable, match=r"does not answer: .*; \d+ s ago the job was queued \(waits behind"):
         backend.wait("mine", 60, falls_silent)
-    assert set(seen) == {"queued"} and backend.wait("mine", 0).state == "pending"
-    site.noted(0, 1)  # SLURM may start it again
+    assert set(states) == {"queued"} and backend.wait("mine", 0).state == "pending"
+    site.write_note(0, 1)  # SLURM may start it again
     with pytest.raises(Unreachable, match="does not answer"):
         backend.wait("mine", 60)
-    site.noted(0, 0)
+    site.write_note(0, 0)
     assert backend.wait("mine", 60).state == "succeeded"
 
 
@@ -85,12 +85,12 @@ def test_the_accounting_does_not_answer_for_a_job_that_the_controller_has_forgot
     site.down("sacct", NO_DATABASE)
     for words in (STATUS, CANCEL, SUBMIT, LIST):
         unanswered(site, words)
-    # The ranks' own notes need no accounting, and without accounting no other source knows.
+    # The ranks' notes need no accounting, and without accounting there is no other source.
     site.down("sacct", NO_ACCOUNTING)
     done = site.run("status", "slurm", "mine")
     assert done.returncode == EXIT_LOST and "no longer knows the job" in done.stdout, done
-    (site.kept / "ended.json").unlink()
-    site.noted(0, 0)
+    (site.job_folder / "ended.json").unlink()
+    site.write_note(0, 0)
     site.down("sacct", NO_DATABASE)
     done = site.run("status", "slurm", "mine")
     assert done.returncode == 0 and "mine: succeeded" in done.stdout, done
@@ -105,44 +105,44 @@ def test_a_cancellation_that_slurm_has_not_heard(site: Site, program: str) -> No
     unanswered(site, CANCEL)
 
 
-@pytest.mark.parametrize("said", [DOWN, NO_CONFIGURATION])
-def test_sbatch_does_not_reach_the_controller(site: Site, said: str) -> None:
-    site.down("sbatch", said)
+@pytest.mark.parametrize("message", [DOWN, NO_CONFIGURATION])
+def test_sbatch_does_not_reach_the_controller(site: Site, message: str) -> None:
+    site.down("sbatch", message)
     done = site.run("submit", "slurm", site.file)
     assert done.returncode == EXIT_UNREACHABLE and "the SLURM controller does not answer: " in done.stderr, done
-    assert not site.kept.exists(), "nothing was submitted, and nothing is left"
+    assert not site.job_folder.exists(), "nothing was submitted, and nothing is left"
 
 
 def test_sbatch_hears_no_answer(site: Site) -> None:
-    """The controller may have the job. It is looked for by the next submission, and is not submitted twice."""
+    """The controller may have the job. The next submission looks for it, and does not submit it twice."""
     site.down("sbatch", "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation\n")
     done = site.run("submit", "slurm", site.file)
     assert done.returncode == EXIT_UNREACHABLE and "submit again" in done.stderr, done
-    site.does("squeue", f"echo '8|{json.loads((site.kept / 'job.json').read_text())['comment']}'")
+    site.does("squeue", f"echo '8|{json.loads((site.job_folder / 'job.json').read_text())['comment']}'")
     site.does("scontrol", "echo JobId=8 JobName=mine JobState=PENDING Reason=Priority")
     done = site.run("submit", "slurm", site.file)
     assert done.returncode == 0 and "mine: is there already" in done.stdout, done
-    assert len(site.called("sbatch")) == 1
+    assert len(site.calls("sbatch")) == 1
 
 
 def test_a_dry_run_that_hears_no_answer_has_submitted_nothing(site: Site) -> None:
     site.down("sbatch", "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation\n")
     done = site.run("submit", "slurm", site.file, "--dry-run")
     assert done.returncode == EXIT_UNREACHABLE and "the SLURM controller does not answer: " in done.stderr, done
-    assert "submit again" not in done.stderr and not site.kept.exists(), done
+    assert "submit again" not in done.stderr and not site.job_folder.exists(), done
 
 
-def started(site: Site, *words: str) -> subprocess.Popen[bytes]:
+def start(site: Site, *words: str) -> subprocess.Popen[bytes]:
     command = [PYTHON, "-c", PROGRAM, *words]
     return subprocess.Popen(command, env={**os.environ, **site.env}, stderr=subprocess.DEVNULL)
 
 
 def test_a_submission_continues_after_its_command_was_killed(site: Site) -> None:
-    """The command is killed while sbatch works. Other commands say that the job is being submitted, and find it when sbatch has ended."""
+    """The command is killed while sbatch works. Other commands report the submission, and the job once sbatch has ended."""
     site.does("sbatch", "while [ ! -e go ]; do sleep 0.05; done; echo Submitted batch job 8")
-    with started(site, "submit", "slurm", site.file) as process:
+    with start(site, "submit", "slurm", site.file) as process:
         try:
-            poll(lambda: site.called("sbatch"), 60, "sbatch")
+            poll(lambda: site.calls("sbatch"), 60, "sbatch")
         finally:
             process.send_signal(signal.SIGKILL)
     try:
@@ -151,42 +151,42 @@ def test_a_submission_continues_after_its_command_was_killed(site: Site) -> None
             assert done.returncode == EXIT_UNREACHABLE and "is being submitted" in done.stderr, (words, done)
     finally:
         (site.folder / "bin/go").touch()
-    comment = json.loads((site.kept / "job.json").read_text())["comment"]
+    comment = json.loads((site.job_folder / "job.json").read_text())["comment"]
     site.does("squeue", f"echo '8|{comment}'")
     site.does("scontrol", "echo JobId=8 JobName=mine JobState=PENDING Reason=Priority")
     poll(lambda: "mine: queued" in site.run("status", "slurm", "mine").stdout, 60, "the job's number")
-    assert json.loads((site.kept / "job.json").read_text())["job_id"] == "8"
-    assert (site.kept / "submitit/8_submission.sh").exists()
+    assert json.loads((site.job_folder / "job.json").read_text())["job_id"] == "8"
+    assert (site.job_folder / "submitit/8_submission.sh").exists()
     assert "is there already" in site.run("submit", "slurm", site.file).stdout
-    assert len(site.called("sbatch")) == 1 and not site.called("scancel")
+    assert len(site.calls("sbatch")) == 1 and not site.calls("scancel")
 
 
 def test_listing_many_jobs_asks_once(site: Site) -> None:
-    """One question to the controller, and one to the accounting for those that it has forgotten."""
+    """`list` asks the controller once, and the accounting once for forgotten jobs."""
     site.record()
-    kept = json.loads((site.kept / "job.json").read_text())
+    record = json.loads((site.job_folder / "job.json").read_text())
     for number in range(8, 72):
-        folder = site.kept.parent / f"job-{number}"
+        folder = site.job_folder.parent / f"job-{number}"
         folder.mkdir(0o700)
-        own = {**kept, "job_id": str(number), "array_name": folder.name, "submitit": str(folder)}
-        (folder / "job.json").write_text(json.dumps(own))
+        values = {**record, "job_id": str(number), "array_name": folder.name, "submitit": str(folder)}
+        (folder / "job.json").write_text(json.dumps(values))
     rows = [(str(number), "RUNNING", "None", "0", "0", "node1", "main", "1", "N/A") for number in range(7, 70)]
     site.does("squeue", "\n".join("printf '%-200s' " + " ".join(row) + "; echo" for row in rows))
     site.up("sacct")
     site.does("sacct", "echo '70|FAILED|3:0|node1|main|1000'; echo '71|COMPLETED|0:0|node1|main|1000'")
-    listed = json.loads(site.run("list", "slurm", "--json").stdout)
-    states = [row["state"] for row in listed]
-    assert (len(listed), states.count("running"), states.count("failed")) == (65, 63, 2), states
-    assert [len(site.called(name)) for name in ("squeue", "sacct", "scontrol")] == [1, 1, 0]
+    jobs = json.loads(site.run("list", "slurm", "--json").stdout)
+    states = [row["state"] for row in jobs]
+    assert (len(jobs), states.count("running"), states.count("failed")) == (65, 63, 2), states
+    assert [len(site.calls(name)) for name in ("squeue", "sacct", "scontrol")] == [1, 1, 0]
 
 
 def test_a_submission_without_a_number_hides_no_other_job_from_a_list(site: Site) -> None:
-    """The accounting refuses a question in which one id is none."""
+    """The accounting refuses a query with an id that is None."""
     site.record()
-    cut_off = site.kept.parent / "cut-off"
+    cut_off = site.job_folder.parent / "cut-off"
     cut_off.mkdir(0o700)
-    kept = json.loads((site.kept / "job.json").read_text())
-    (cut_off / "job.json").write_text(json.dumps({**kept, "job_id": None, "array_name": "cut-off"}))
+    record = json.loads((site.job_folder / "job.json").read_text())
+    (cut_off / "job.json").write_text(json.dumps({**record, "job_id": None, "array_name": "cut-off"}))
     site.up("sacct")
     site.does("sacct", "case $* in *None*) exit 1;; esac; echo '7|TIMEOUT|0:0|node1|main|1000'")
     done = site.run("list", "slurm", "--json")
@@ -207,20 +207,20 @@ ROWS: dict[str, tuple[dict[str, str], tuple[str, str], tuple[str, str]]] = {
     "sbatch": ({"sbatch": FAILS}, ("warning", ""), ("cannot tell", "Unable to contact")),
     "sbatch refuses": ({"sbatch": REFUSES}, ("warning", ""), ("missing", "SLURM refuses mine: no such account")),
 }
-"""Programs that answer otherwise after their first answer → the rows `preemption` and `start`."""
+"""Programs whose answers change after the first → the rows `preemption` and `start`."""
 
 
 @pytest.mark.parametrize("case", ROWS)
 def test_doctor_says_how_preemption_ends_a_job_and_when_sbatch_would_start_it(site: Site, case: str) -> None:
-    others, *rows = ROWS[case]
+    later_answers, *rows = ROWS[case]
     for name, answer in DOCTOR.items():
         first = {"scontrol": "ping", "sbatch": "--version"}.get(name, "none")
-        text = f'case "$*" in {first}) {answer};; *) {others.get(name, answer)};; esac'
+        text = f'case "$*" in {first}) {answer};; *) {later_answers.get(name, answer)};; esac'
         (site.folder / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
     done = site.run("doctor", "slurm", site.file, "--json")
-    found = {row["name"]: row for row in json.loads(done.stdout)}
+    findings = {row["name"]: row for row in json.loads(done.stdout)}
     for name, (result, detail) in zip(("preemption", "start"), rows):
-        assert found[name]["result"] == result and detail in found[name]["detail"], found
-    assert done.returncode == int(case == "sbatch refuses") and not site.kept.exists(), done
+        assert findings[name]["result"] == result and detail in findings[name]["detail"], findings
+    assert done.returncode == int(case == "sbatch refuses") and not site.job_folder.exists(), done
     done = site.run("submit", "slurm", site.file, "--dry-run", "--json")
     assert done.returncode == {"sbatch": 69, "sbatch refuses": 2}.get(case, 0), done

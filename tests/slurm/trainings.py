@@ -1,4 +1,4 @@
-"""Trainings for tests on SLURM: small, the same in every test, and standing still where a test wants them to."""
+"""Small trainings for tests on SLURM, the same in every test. A test can hold a training at a pass."""
 
 from __future__ import annotations
 
@@ -23,18 +23,16 @@ SETTINGS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def trained_here(run: Path, ranks: int, *words: str, timeout: float = 180) -> Path:
-    """The smoke recipe with the settings `words`, trained on ranks of this machine, without SLURM, to its end."""
-    env = clean_env(
-        TMPDIR=str(run.parent)
-    )  # a launcher that is killed, as at the end of an interrupted test, leaves a folder
+def train_here(run: Path, ranks: int, *words: str, timeout: float = 180) -> Path:
+    """Trains the smoke recipe with the settings `words` on ranks of this machine, without SLURM."""
+    env = clean_env(TMPDIR=str(run.parent))  # a killed launcher, as after an interrupted test, leaves a folder
     done = gang(ranks, "run", "smoke", "--run-dir", str(run), "--set", *words, env=env, timeout=timeout)
     assert done.code == 0, done.output
     return run
 
 
 class Hold:
-    """Where jobs stand still; see `tests.nets.Held`. All jobs with `env` share it."""
+    """Holds all jobs with `env` at a training pass; see `tests.nets.Held`."""
 
     def __init__(self, path: Path, at: int = 5) -> None:
         self.path = path
@@ -42,23 +40,23 @@ class Hold:
         self.at(at)
 
     def at(self, number: int) -> None:
-        """From now on no job gets beyond that training pass of its start."""
+        """From now on holds every job at this training pass of its start."""
         self.number = number
         fresh = self.path.with_suffix(".new")
         fresh.write_text(str(number))
         os.replace(fresh, self.path)
 
-    def reached(self) -> None:
-        """Waits until a job stands there."""
-        said = Path(f"{self.path}.held")
-        poll(lambda: said.exists() and said.read_text() == str(self.number), 90, f"training pass {self.number}")
+    def wait(self) -> None:
+        """Waits until a job is held there."""
+        marker = Path(f"{self.path}.held")
+        poll(lambda: marker.exists() and marker.read_text() == str(self.number), 90, f"training pass {self.number}")
 
     def let_go(self) -> None:
         self.path.unlink()
 
 
 def training(bench: Bench, name: str, epochs: int = 2, **more: Any) -> JobSpec:
-    """A training on 2 nodes × 1 rank."""
+    """Returns a training on 2 nodes × 1 rank."""
     overrides = {
         **SETTINGS, "epochs": epochs, "evaluate.every": epochs, "data.root": str(bench.data_root), **more.pop("overrides", {}),
     }  # fmt: skip
@@ -71,7 +69,7 @@ def training(bench: Bench, name: str, epochs: int = 2, **more: Any) -> JobSpec:
 
 
 class Training:
-    """Such a job, submitted, that stands still at its training pass `at` until the test lets it go."""
+    """Submits a training, and holds it at its training pass `at` until the test releases it."""
 
     def __init__(self, bench: Bench, name: str, at: int = 5, epochs: int = EPOCHS, **more: Any) -> None:
         self.bench, self.name, self.run = bench, name, bench.folder / name
@@ -82,18 +80,18 @@ class Training:
 
     def ends_like(self, undisturbed: Path) -> Status:
         self.hold.let_go()
-        found = self.bench.wait(self.name, 150)
-        log = "\n".join([*self.bench.backend.logs(self.name), *self.bench.cluster.logged(self.job_id)])
-        assert (found.state, found.code) == ("succeeded", 0), f"{found}\n{log}"
+        status = self.bench.wait(self.name, 150)
+        log = "\n".join([*self.bench.backend.logs(self.name), *self.bench.cluster.log_lines(self.job_id)])
+        assert (status.state, status.code) == ("succeeded", 0), f"{status}\n{log}"
         assert weights_digest(self.run) == weights_digest(undisturbed)
-        return found
+        return status
 
-    def checkpointed(self, step: int) -> None:
-        """Waits until that checkpoint lies on the disk: it gets its name when it is whole."""
+    def await_checkpoint(self, step: int) -> None:
+        """Waits for the checkpoint on the disk: it gets its name when it is complete."""
         poll((self.run / f"checkpoints/step-{step:08d}").exists, 60, f"the checkpoint of step {step}")
 
     def saves(self, times: int) -> None:
-        """Waits for the checkpoint that the n-th signal brings about."""
+        """Waits for the checkpoint after the n-th signal."""
         poll(lambda: len(self.saved_at()) == times, 60, "the signal and the checkpoint")
 
     def attempts(self) -> int:

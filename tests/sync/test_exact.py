@@ -33,7 +33,7 @@ RECIPES = {
 
 
 def line(kind: str, run_dir: Path, data: Path, *words: str) -> list[str]:
-    """What starts a recipe, or one of the scripts of `exact_job.py`."""
+    """Returns the arguments that start a recipe, or a script of `exact_job.py`."""
     if kind not in RECIPES:
         return [JOB, str(run_dir), kind, *words]
     sets = [*RECIPES[kind], f"data.root={data}", *words]
@@ -41,17 +41,17 @@ def line(kind: str, run_dir: Path, data: Path, *words: str) -> list[str]:
 
 
 def train(kind: str, ranks: int, run_dir: Path, data: Path, *words: str, **variables: str) -> Result:
-    """One start."""
+    """Starts the ranks once."""
     with running([line(kind, run_dir, data, *words)] * ranks, clean_env(**variables)) as gang:
         return gang.wait(240)
 
 
 def hashes(run_dir: Path) -> dict[int, str]:
-    """Of the weights, step by step. A step that was taken twice has ended in the same ones."""
-    found: dict[int, str] = {}
+    """Returns the weights' hash of each step. A step that ran twice has the same hash."""
+    steps: dict[int, str] = {}
     for event in events(run_dir, "weights"):
-        assert found.setdefault(event["step"], event["sha256"]) == event["sha256"], f"step {event['step']} of {run_dir}"
-    return found
+        assert steps.setdefault(event["step"], event["sha256"]) == event["sha256"], f"step {event['step']} of {run_dir}"
+    return steps
 
 
 @pytest.fixture(scope="module")
@@ -71,12 +71,12 @@ def of_one_rank(tmp_path_factory: pytest.TempPathFactory, data_root: Path) -> An
 
 
 def numbers(run_dir: Path) -> Any:
-    """What the run tells of losses and scores: they steer schedules, early stops and the choice of the best."""
-    names, found = ("train_loss", "test_loss", "accuracy", "examples_seen"), {}
+    """Returns the losses and scores of each epoch. They steer schedules, early stops and the choice of the best."""
+    names, by_epoch = ("train_loss", "test_loss", "accuracy", "examples_seen"), {}
     for event in events(run_dir, "epoch"):  # an epoch that ends again after a kill is reported twice
-        told = [event[name] for name in names]
-        assert found.setdefault(event["epoch"], told) == told, f"epoch {event['epoch']} of {run_dir}"
-    return found
+        values = [event[name] for name in names]
+        assert by_epoch.setdefault(event["epoch"], values) == values, f"epoch {event['epoch']} of {run_dir}"
+    return by_epoch
 
 
 KINDS = [
@@ -93,11 +93,11 @@ def test_every_step_ends_in_the_same_bits(
 ) -> None:
     """Recipes and loops with batch norm, dropout, augmentation, averages, clipping, two models, a loss scale or a schedule on the loss.
     Also batches that no number of ranks divides."""
-    expected, told = of_one_rank(kind)
+    expected, scores = of_one_rank(kind)
     done = train(kind, ranks, tmp_path / "run", data_root)
     assert done.code == 0 and "warning" not in done.output, done.output
     assert hashes(tmp_path / "run") == expected and len(expected) >= 4, f"{kind} on {ranks} ranks"
-    assert numbers(tmp_path / "run") == told
+    assert numbers(tmp_path / "run") == scores
 
 
 SEEDS = [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(3, 40))]
@@ -110,10 +110,10 @@ def test_the_number_of_ranks_may_change_at_any_step(
     """A rank ends the run early, or is killed; another number of ranks resumes it."""
     draw = random.Random(seed)
     kind, name = draw.choice(["transformer", "gan", "float16"]), draw.choice(["TERM", "KILL"])
-    expected, told = of_one_rank(kind)
+    expected, scores = of_one_rank(kind)
     before, after = draw.sample([1, 2, 3, 4], 2)
     step = draw.choice(sorted(expected)[3:-3])  # a signal counts at the second boundary after it
-    step -= kind == "gan" and step % 2  # it looks after both of its steps
+    step -= kind == "gan" and step % 2  # `gan` calls end() after both of its steps
     end = f"{step}:{name}:{draw.randrange(before)}"
     done = train(kind, before, tmp_path / "run", data_root, EXACT_END=end)
     through = name == "TERM" and done.code == 0  # a signal in the last moments changes nothing
@@ -125,7 +125,7 @@ def test_the_number_of_ranks_may_change_at_any_step(
     done = train(kind, after, tmp_path / "run", data_root)
     assert done.code == 0 and ("Resuming" in done.output) == resumes, f"{end}: {done.output}"
     assert hashes(tmp_path / "run") == expected, f"{kind} on {before}, then {after} ranks, {end}"
-    assert numbers(tmp_path / "run") == told
+    assert numbers(tmp_path / "run") == scores
 
 
 REFERENCE = """
@@ -277,7 +277,7 @@ DRAWS, COLLATES = "draws random numbers between two steps", "the collate functio
         ("tensor", 1, "exact need a step that can be called"), ("closure", 1, "cuts what the function is called with"),
         ("loader", 2, "which samples of the global batch"), ("torch", 0, DRAWS), ("numpy", 0, DRAWS), ("python", 0, DRAWS),
         ("one batch", 0, DRAWS), ("collate: mean", 0, COLLATES), ("collate: draw", 0, COLLATES),
-        ("train", 2, "batch statistics were changed between two steps"), ("own", 2, "the same loss for the same samples"),
+        ("train", 2, "batch statistics changed between two steps"), ("own", 2, "the same loss for the same samples"),
         ("clamp", 2, "changes 0.weight"), ("sum", 1, "calls what needs all ranks at once"),
         ("nan", 1, "diverged at step 2: rank 0: loss is not finite"), ("", 0, ""),
     ],
@@ -285,8 +285,8 @@ DRAWS, COLLATES = "draws random numbers between two steps", "the collate functio
 def test_what_would_depend_on_the_ranks_is_refused_or_warned_of(
     tmp_path: Path, how: str, code: int, named: str
 ) -> None:
-    """Models, steps and loaders whose bits would depend on the number of ranks. Between two epochs each rank may look at all samples. Of
-    a NaN the rank whose part has it is named."""
+    """Models, steps and loaders whose bits would depend on the number of ranks. Between two epochs each rank may look at all samples.
+    The rank whose part has a NaN is named."""
     done = script(2, HABITS, tmp_path / "run", how, NETS.get(how, NETS[""]))
     assert done.code == code and named in done.output, done.output
     assert code != 2 or "Traceback" not in done.output, done.output
@@ -342,7 +342,7 @@ with Session(run_dir, "log.weights_every=1", "checkpoint.every_steps=4", sync="e
     [
         ("number", 1, 0, "attribute passes"), ("late", 2, 4, "attribute passes"), ("tensor", 2, 1, "attribute mean"),
         ("first", 2, 0, "first has another value"), ("data", 2, 0, "the buffer moved"), ("follower", 2, 1, "changes follower.weight"),
-        ("backward", 2, 0, "layer.weight has one before"), ("collective", 1, 0, "calls allreduce"),
+        ("backward", 2, 0, "layer.weight already has a gradient"), ("collective", 1, 0, "calls allreduce"),
         ("collective", 3, 0, "calls allreduce"), ("table", 1, 0, "argument 2 has 12 entries"),
         ("table", 2, 0, "argument 2 has the same entries on all ranks"), ("", 2, 5, ""),
     ],
@@ -350,7 +350,7 @@ with Session(run_dir, "log.weights_every=1", "checkpoint.every_steps=4", sync="e
 def test_a_function_of_more_than_its_samples_is_refused_by_name(
     tmp_path: Path, how: str, ranks: int, steps: int, named: str
 ) -> None:
-    """Before the step is used. An average that begins with its first value is known by its second step, what begins later after a save."""
+    """It is refused before the step is used. An average shows in its second step, and a state that begins later shows after a save."""
     done = script(ranks, HIDDEN, tmp_path / "run", how)
     assert done.code == (2 if named else 0) and named in done.output and "Traceback" not in done.output, done.output
     assert len(hashes(tmp_path / "run")) == steps
@@ -380,12 +380,12 @@ with Session(sys.argv[1], "log.weights_every=1", sync="exact", config={}) as run
 
 
 def test_layers_may_be_unfrozen_rows_be_sparse_and_the_function_knows_its_samples(tmp_path: Path) -> None:
-    found = []
+    runs = []
     for ranks in (1, 3):
         done = script(ranks, UNFROZEN, tmp_path / str(ranks))
         assert done.code == 0, done.output
-        found.append(hashes(tmp_path / str(ranks)))
-    assert found[0] == found[1] and len(found[0]) == 6
+        runs.append(hashes(tmp_path / str(ranks)))
+    assert runs[0] == runs[1] and len(runs[0]) == 6
 
 
 SHUFFLED = """
@@ -410,7 +410,7 @@ with Session(sys.argv[1], "log.weights_every=1", sync="exact", config={}) as run
 
 
 def test_what_an_epoch_draws_at_its_start_is_drawn_again_where_the_run_left_there(tmp_path: Path) -> None:
-    """At its first batch, after the order of the epoch was drawn."""
+    """The run leaves at the epoch's first batch, after it has drawn the order."""
     assert script(1, SHUFFLED, tmp_path / "whole", "").code == 0
     assert script(3, SHUFFLED, tmp_path / "run", "end").code == 75
     done = script(2, SHUFFLED, tmp_path / "run", "end")
@@ -448,7 +448,7 @@ print("EQUAL")
 
 
 @pytest.mark.parametrize("name", ["exact", "flat"])
-def test_a_parameter_with_gaps_in_memory_gets_its_own_gradient(tmp_path: Path, name: str) -> None:
-    """A slice of the columns of another matrix, as a network of low rank begins with."""
+def test_a_parameter_with_gaps_in_memory_gets_its_gradient(tmp_path: Path, name: str) -> None:
+    """The parameter is a slice of another matrix's columns, as in a low-rank network."""
     done = script(1, SLICED, tmp_path / "run", name)
     assert done.code == 0 and "EQUAL" in done.output, done.output

@@ -1,4 +1,4 @@
-"""The same run under launchers of others. A killed rank costs nothing under any: tests/own shows it under torchrun."""
+"""The same run under other launchers. A killed rank costs nothing under any: tests/own shows this under torchrun."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ if __name__ == "__main__":
 
 
 def _mpiexec() -> list[str]:
-    """Of a real Open MPI, with two ranks."""
+    """Returns the command of a real Open MPI, with two ranks."""
     require(shutil.which("mpiexec"), "there is no mpiexec: install Open MPI (Debian: openmpi-bin)")
-    told = subprocess.run(["mpiexec", "--version"], capture_output=True, text=True, timeout=60).stdout
-    require("Open MPI" in told or "OpenRTE" in told, "mpiexec is not Open MPI's")
+    version = subprocess.run(["mpiexec", "--version"], capture_output=True, text=True, timeout=60).stdout
+    require("Open MPI" in version or "OpenRTE" in version, "mpiexec is not Open MPI's")
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-    # Open MPI binds each rank to its own core, and mistakes a container's share for the whole machine.
+    # Open MPI binds each rank to one core, and mistakes a container's share for the whole machine.
     return ["mpiexec", *root, "--oversubscribe", "--bind-to", "none", "-np", "2", PYTHON]
 
 
@@ -58,8 +58,8 @@ LAUNCHERS = {
 @pytest.mark.promise("launchers")
 @pytest.mark.parametrize("name", LAUNCHERS)
 def test_the_run_is_the_same_under(name: str, undisturbed: Undisturbed, tmp_path: Path, data_root: Path) -> None:
-    """The ranks train what forked ranks do, on which most tests rest. Under mpiexec a rank is killed first. All ranks end, and the same
-    command resumes the run."""
+    """The ranks train the weights of forked ranks, which most tests use. Under mpiexec a rank is killed first: all ranks end, and the
+    same command resumes the run."""
     (tmp_path / "spawning.py").write_text(SPAWNING)
     job = Job(tmp_path / "run", data_root, 2)
     command = [*LAUNCHERS[name](), *job.words]
@@ -80,8 +80,8 @@ def test_the_resnet9_script_under_mpiexec() -> None:
     words = ["--data", "digits", "--width", "4", "--epochs", "2", "--log-every", "5"]
     done = run([*_mpiexec(), str(ROOT / "examples/modules/horovod_resnet9.py"), *words], clean_env(), 180)
     assert done.code == 0 and "12 batches of 128, 64 on this rank" in done.output, done.output
-    found = re.findall(r"^acc: (\d\.\d+); avg_loss: (\d+\.\d+)$", done.output, re.M)
-    assert len(found) == 6 and float(found[-1][0]) > 0.6 and float(found[-1][1]) < float(found[0][1]), done.output
+    lines = re.findall(r"^acc: (\d\.\d+); avg_loss: (\d+\.\d+)$", done.output, re.M)
+    assert len(lines) == 6 and float(lines[-1][0]) > 0.6 and float(lines[-1][1]) < float(lines[0][1]), done.output
     assert len(re.findall(r"^Training Time: \d+\.\d+ s$", done.output, re.M)) == 1
 
 
@@ -130,5 +130,5 @@ def test_the_first_modules_script_runs_but_for_its_imports(with_mpi4py: bool, tm
     (tmp_path / "train_resnet.py").write_text(MODULE.format(with_mpi4py=with_mpi4py))
     env = clean_env(PYTHONPATH=f"{ROOT}:{ROOT / 'examples/modules'}", OMP_NUM_THREADS="1")
     done = run([*_mpiexec(), "train_resnet.py"], env, 180, cwd=tmp_path)
-    found = re.findall(r"^acc: (\S+) of 5 of 10, loss: (\S+)$", done.output, re.M)
-    assert done.code == 0 and len(found) == 2 and float(found[1][1]) < 100, done.output
+    lines = re.findall(r"^acc: (\S+) of 5 of 10, loss: (\S+)$", done.output, re.M)
+    assert done.code == 0 and len(lines) == 2 and float(lines[1][1]) < 100, done.output

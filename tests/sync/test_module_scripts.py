@@ -1,4 +1,4 @@
-"""What the course modules' own scripts do, in their own words: they work, or say by name what does not."""
+"""Scripts of the course modules run unchanged, or an error names what does not work."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.warm.gang import python
 pytestmark = pytest.mark.promise("modules")
 
 
-def _as_the_module_writes_it(world: World, batch: int, tell: bool) -> list[str]:
+def _as_the_module_writes_it(world: World, batch: int, announce: bool) -> list[str]:
     horovod.init()
     dataset = TensorDataset(torch.randn(24, 3, 8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(24) % 10)
     with pytest.raises(ValueError, match="float33"):
@@ -35,17 +35,17 @@ def _as_the_module_writes_it(world: World, batch: int, tell: bool) -> list[str]:
         warnings.simplefilter("always")
         for x, y in loader:
             optimizer.reset_grad()
-            if tell:
+            if announce:
                 optimizer.set_samples(len(y))
             F.cross_entropy(model(x), y).backward()
             optimizer.step()
-    return [str(one.message) for one in caught if "set_samples" in str(one.message)]
+    return [str(warning.message) for warning in caught if "set_samples" in str(warning.message)]
 
 
-@pytest.mark.parametrize(("batch", "tell", "warned"), [(9, False, 1), (9, True, 0)])
-def test_the_horovod_script_in_its_own_words(batch: int, tell: bool, warned: int) -> None:
+@pytest.mark.parametrize(("batch", "announce", "warned"), [(9, False, 1), (9, True, 0)])
+def test_the_horovod_script_runs_unchanged(batch: int, announce: bool, warned: int) -> None:
     """The script trains as under Horovod. Unequal parts that it does not announce are warned of once."""
-    assert [len(said) for said in on_ranks(_as_the_module_writes_it, 2, batch, tell)] == [warned, warned]
+    assert [len(messages) for messages in on_ranks(_as_the_module_writes_it, 2, batch, announce)] == [warned, warned]
 
 
 @pytest.mark.promise("published-methods")
@@ -67,7 +67,7 @@ def test_the_tutorials_checkpoint_and_torchvisions_names(tmp_path: Path) -> None
         "run", "resnet18", "--run-dir", str(run), "--set", *words, "model_options={stem: stock, outputs: 1000}"
     )
     assert done.code == 0, done.output
-    done = training("export", str(run), str(tmp_path / "mine.pth"))
+    done = python("-m", "lockstep", "export", str(run), str(tmp_path / "mine.pth"))
     assert done.code == 0, done.output
     mine = torch.load(tmp_path / "mine.pth", weights_only=True)
     for name, parameter in published.named_parameters():
@@ -105,8 +105,8 @@ def _by_hand(world: World, kind: Any, synchronizes: bool) -> list[torch.Tensor]:
 
 def _by_hand_and_ddp(world: World) -> bool:
     expected = _by_hand(world, nn.parallel.DistributedDataParallel, False)
-    found = [_by_hand(world, HookedDataParallel, synchronizes) for synchronizes in (False, True)]
-    return all(torch.allclose(a, b, atol=1e-7) for one in found for a, b in zip(one, expected))
+    weights = [_by_hand(world, HookedDataParallel, synchronizes) for synchronizes in (False, True)]
+    return all(torch.allclose(a, b, atol=1e-7) for parameters in weights for a, b in zip(parameters, expected))
 
 
 def test_an_optimizer_by_hand_steps_with_the_mean_of_all_ranks() -> None:
@@ -119,14 +119,14 @@ last = []
 atexit.register(lambda: print("dropped" if last[0]() is None else "in gloo's hands"))  # called after all others
 import torch
 import torch.distributed as dist
-from lockstep.training import parallel
+from lockstep.training.parallel import world
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 dist.barrier()
 for task in os.listdir("/proc/self/task"):
     if open(f"/proc/self/task/{task}/comm").read().startswith("pt_gloo"):
         os.sched_setscheduler(int(task), os.SCHED_IDLE, os.sched_param(0))  # as on a busy machine
-sys.setswitchinterval(1000)  # whoever waits for Python's lock waits until it is given away
+sys.setswitchinterval(1000)  # a thread that waits for Python's lock waits until it is released
 for _ in range(100000):
     tensor = torch.ones(3)
     dist.all_reduce(tensor)

@@ -1,4 +1,4 @@
-"""Scripts of a user's own on ranks, under every strategy, and what they leave behind."""
+"""A user's script on ranks, under every strategy: its losses, output and errors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _every_strategy(world: World) -> dict[str, str]:
     sys.path.insert(0, str(EXAMPLES))
     import parallel
 
-    found = {}
+    outputs = {}
     for name in product.strategies():
         sys.argv = ["parallel.py", name, *OPTIONS.get(name, [])]
         printed = io.StringIO()
@@ -48,8 +48,8 @@ def _every_strategy(world: World) -> dict[str, str]:
                     print(f"{sent:,} bytes")
         except (RuntimeError, UserError) as error:
             printed.write(str(error))
-        found[name] = printed.getvalue()
-    return found
+        outputs[name] = printed.getvalue()
+    return outputs
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def plain(printed: list[dict[str, str]]) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize("name", product.strategies())
-def test_a_script_of_ones_own_trains_its_own_network_with(
+def test_a_users_script_trains_its_network_with(
     name: str, printed: list[dict[str, str]], plain: list[tuple[float, float]]
 ) -> None:
     if name == product.DATA_PARALLEL:

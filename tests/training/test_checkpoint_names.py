@@ -1,4 +1,4 @@
-"""A checkpoint of a run, opened by the safetensors library alone: whose each tensor is can be read off its name."""
+"""The safetensors library alone opens a run's checkpoint, and each tensor's name tells its owner."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tests.nets import NormedConv
 from tests.product import checkpoint
 from tests.ranks import training
 from tests.runs import FINAL, LOSSY_START, Job
+from tests.warm.gang import python
 
 pytestmark = pytest.mark.promise("open-format")
 
@@ -22,7 +23,7 @@ BUFFERS = {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
 
 
 @pytest.mark.parametrize("strategy", [product.FSDP, product.POWERSGD])
-def test_parameters_are_found_by_their_names(strategy: str, tmp_path: Path, data_root: Path) -> None:
+def test_each_parameter_is_stored_under_its_name(strategy: str, tmp_path: Path, data_root: Path) -> None:
     changes = {"sync.name": strategy, "optim.momentum": 0.9, "epochs": 1, **LOSSY_START.get(strategy, {})}
     job = Job(tmp_path / "run", data_root, 2, **changes)
     assert job.go().code == 0
@@ -51,7 +52,7 @@ def test_a_weight_of_two_modules_is_kept_once(tmp_path: Path, data_root: Path) -
     assert shared["model"].keys() == PARAMETERS | {"twin.bias"}
     assert shared["aliases"] == {"twin.weight": "head.weight"}
     out = tmp_path / "weights.pth"
-    assert training("export", str(job.run_dir), str(out)).code == 0
+    assert python("-m", "lockstep", "export", str(job.run_dir), str(out)).code == 0
     weights = torch.load(out, weights_only=True)
     assert torch.equal(weights["twin.weight"], weights["head.weight"])
     done = training("evaluate", str(job.run_dir), "--trust-model", env=job.env())

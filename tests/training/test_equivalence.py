@@ -39,14 +39,14 @@ def settings(data_root: str, *changes: str) -> list[str]:
 
 def _twenty_steps(world: World, data_root: str, folder: str) -> dict[str, Any]:
     """The parameters after 20 steps of every strategy and variant, and the ids of every global batch."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for strategy in STRATEGIES:
         for name, changes in VARIANTS.items():
             words = settings(data_root, f"sync.name={strategy}", *changes)
             with RunBegun(world, Path(folder) / f"{world.size}-{strategy}-{name.replace(' ', '-')}", *words) as run:
                 ids = [run.step(number) for number in range(20)]
-                found[f"{strategy}, {name}"] = (run.weights(), ids)
-    return found
+                results[f"{strategy}, {name}"] = (run.weights(), ids)
+    return results
 
 
 @pytest.fixture(scope="module")

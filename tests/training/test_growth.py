@@ -1,4 +1,4 @@
-"""What surrounds a step grows no faster than the number of ranks: messages, listings and file reads, counted by the kernel."""
+"""Messages, listings and file reads around a step grow no faster than the number of ranks. The kernel counts them."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from tests.ranks import on_ranks
 
 SIZES = (2, 8)
 LINEAR = 7.0
-"""(8 − 1) / (2 − 1): what is sent once a rank to rank 0, or from it, grows so. Its square would be 28."""
+"""(8 − 1) / (2 − 1): one message a rank, to or from rank 0, grows so. Messages between all pairs grow 28 times."""
 FREE = [
     "augment.crop=1", "model_options={width: 0.0625}", "global_batch_size=48", "uneven=weight", "schedule=[]",
 ]  # fmt: skip
 
 
 def _counted(world: World, folder: str) -> dict[str, Any]:
-    """Of this rank: messages and bytes of each exchange; names that its exporter lists; shards read to be verified."""
+    """Returns this rank's messages and bytes of each exchange, names that its exporter lists, and shards that it verifies."""
     root = Path(folder)
     counts = Counts(int(os.environ["MASTER_PORT"]), [root])
     with (
         verified_files() as verified,
         RunBegun(world, root / "run", f"data.shards={root.parent / 'shards'}", *FREE) as run,
     ):
-        found: dict[str, Any] = {"verified": verified}
+        counted: dict[str, Any] = {"verified": verified}
         dist.barrier()  # all of them have written
         before = counts.now()
         run.write_metrics()
-        found["listed"] = counts.now().since(before).entries
+        counted["listed"] = counts.now().since(before).entries
         for name, (call, _) in calls(world, run.state).items():
             call()
             before = counts.now()
             call()
-            found[name] = counts.now().since(before)
-    return found
+            counted[name] = counts.now().since(before)
+    return counted
 
 
 @pytest.mark.promise("growth", "data-memory")

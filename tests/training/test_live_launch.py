@@ -1,6 +1,6 @@
-"""`launch --live`: which ranks are lost, which news the others get, when all start again. At the end nothing is left.
+"""`launch --live`: lost ranks, the events that the others get, restarts of all. At the end no process is left.
 
-The ranks are small programs without torch, and the test asks the launcher's store in their place.
+The ranks are small programs without torch, and the test reads the launcher's store in their place.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RANK = """
 import json, os, pathlib, signal, subprocess, sys, time
 folder = pathlib.Path(sys.argv[1])
 signal.signal(signal.SIGTERM, lambda *_: os._exit(75))
-child = subprocess.Popen(["sleep", "600"])  # as a loader's worker, it has the pipes and the sockets
+child = subprocess.Popen(["sleep", "600"])  # has the pipes and sockets, as a loader's worker
 mine = folder / f"{os.environ['LOCKSTEP_RESTARTS']}-{os.environ['RANK']}"
 (folder / f".{mine.name}").write_text(json.dumps([os.getpid(), child.pid, dict(os.environ)]))
 (folder / f".{mine.name}").rename(mine)
@@ -41,15 +41,15 @@ class Live:
         self.gang, self._folder, self._ranks = gang, folder, ranks
         self.launcher = gang.processes[0].pid
         self.begun: list[tuple[int, int]] = []
-        """Of each rank of this start: its process and a child."""
+        """For each rank of this start: its process and a child."""
 
     def begin(self, start: int = 0, ready: bool = True) -> None:
         """Returns when the ranks of this start have begun, and have reported it if they are to be `ready`."""
         files = [self._folder / f"{start}-{rank}" for rank in range(self._ranks)]
         poll(lambda: all(file.exists() for file in files), what=f"the ranks of start {start}")
-        found = [json.loads(file.read_text()) for file in files]
-        self.begun = [(pid, child) for pid, child, _ in found]
-        for rank, (_, _, env) in enumerate(found):
+        reports = [json.loads(file.read_text()) for file in files]
+        self.begun = [(pid, child) for pid, child, _ in reports]
+        for rank, (_, _, env) in enumerate(reports):
             assert (env["RANK"], env["LOCAL_RANK"]) == (str(rank), str(rank)) and env["LOCKSTEP_LIVE"].isdigit()
             assert {env["WORLD_SIZE"], env["LOCAL_WORLD_SIZE"]} == {str(self._ranks)}
         address, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
@@ -62,8 +62,8 @@ class Live:
         for rank in ranks:
             os.kill(self.begun[rank][0], signal.SIGKILL)
 
-    def told(self, generation: int) -> list[int]:
-        """Who remains. Of the others no process is left, and the store says how they have ended."""
+    def remaining(self, generation: int) -> list[int]:
+        """Returns the remaining ranks. No process of a lost rank is left, and the store has its end."""
         key = f"lockstep/live/generation/{generation}"
         poll(lambda: self.store.check([key]), what=f"generation {generation}: {self.gang.text()}")
         remain: list[int] = json.loads(self.store.get(key))
@@ -81,7 +81,7 @@ class Live:
             hidden.rename(self._folder / f"{self._start}-{rank}-end")
 
     def wait(self) -> tuple[int, list[str]]:
-        """Its exit code and its own words. Nothing is left of it."""
+        """Returns the launcher's exit code and lines. No process is left."""
         done = self.gang.wait(240)
         assert_none_inside(self._folder)
         assert not list((self._folder / "tmp").iterdir()) and "Traceback" not in done.output, done.output
@@ -109,25 +109,25 @@ KILLED = "ended by SIGKILL, by hand or because the memory was used up"
 
 
 def test_the_others_learn_which_ranks_remain(tmp_path: Path) -> None:
-    """Ranks are killed one by one, then two at once. After each loss the launcher writes down who remains; for the two it does so once."""
+    """Ranks are killed one by one, then two at once. The launcher records the remaining ranks after each loss, for the two once."""
     with live(tmp_path, 6) as job:
         job.begin()
         for generation, rank in enumerate((2, 0, 4), 1):
             job.kill(rank)
-            assert rank not in job.told(generation)
+            assert rank not in job.remaining(generation)
             assert job.store.get(f"lockstep/ended/{rank}").decode() == KILLED
         os.kill(job.launcher, signal.SIGSTOP)
         poll(lambda: _state(job.launcher) == "T", what="a launcher that stands")
         job.kill(1, 5)
         poll(lambda: {_state(job.begun[rank][0]) for rank in (1, 5)} == {"Z"}, what="the end of two ranks")
         os.kill(job.launcher, signal.SIGCONT)
-        assert job.told(4) == [3]
+        assert job.remaining(4) == [3]
         job.end(3)
-        code, said = job.wait()
-    assert code == 0 and said == [
+        code, lines = job.wait()
+    assert code == 0 and lines == [
         *(f"launch: rank {rank} was {KILLED}: {left} of 6 ranks continue" for rank, left in ((2, 5), (0, 4), (4, 3))),
         f"launch: rank 1, 5 was {KILLED}: 1 of 6 ranks continue",
-    ], said  # fmt: skip
+    ], lines  # fmt: skip
 
 
 WHY = {
@@ -150,9 +150,9 @@ def test_if_none_can_continue_all_start_again_as_often_as_they_may(why: str, tmp
                 job.end(1, code=9)
             else:
                 job.kill(1)
-        code, said = job.wait()
+        code, lines = job.wait()
     each = [f"launch: {WHY[why]}", *([f"launch: rank 1 was {KILLED}"] if why != "code" else [])]
-    assert (code, said) == (1, [*each, "launch: all ranks start again; restarts left after that: 0", *each])
+    assert (code, lines) == (1, [*each, "launch: all ranks start again; restarts left after that: 0", *each])
     assert not list(tmp_path.glob("2-*"))
 
 
@@ -160,19 +160,19 @@ def test_what_was_lost_comes_back_with_a_restart(tmp_path: Path) -> None:
     with live(tmp_path, 3, "--max-restarts", "2") as job:
         job.begin()
         job.kill(0)
-        assert job.told(1) == [1, 2]
+        assert job.remaining(1) == [1, 2]
         job.end(1, code=1)
         job.begin(1)
         assert not job.store.check(["lockstep/live/generation/1"])
         job.kill(2)
-        assert job.told(1) == [0, 1]
+        assert job.remaining(1) == [0, 1]
         job.end(0, 1)
         assert job.wait()[0] == 0
 
 
 LINES = """
 import os, pathlib, subprocess, sys, time
-child = subprocess.Popen(["sleep", "600"], start_new_session=True)  # nobody waits for it, though it has the pipes
+child = subprocess.Popen(["sleep", "600"], start_new_session=True)  # no process waits for it, though it has the pipes
 for number in range(20000):
     print(number, "\u00e4" * 20)
 print("one ", end="", flush=True)
@@ -200,13 +200,13 @@ def test_no_line_is_lost_or_cut(tmp_path: Path) -> None:
 
 @pytest.mark.promise("bad-input")
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "message"),
     [
         ("--nodes 1:2 --rendezvous a:1", "--nodes must be a number from 1"),
         ("--min-ranks 2", "need --live"), ("--live --min-ranks 3", "there are 2 ranks"),
         ("--live --lost-seconds 0", "from 1"), ("--live --grace 0", "--grace: must be a whole number from 1"),
     ],
 )  # fmt: skip
-def test_what_live_cannot_do_is_one_line(flags: str, told: str) -> None:
+def test_what_live_cannot_do_is_one_line(flags: str, message: str) -> None:
     done = python("-m", "lockstep.training", "launch", "--ranks", "2", *flags.split(), "run", "smoke")
-    assert done.code == 2 and told in done.output and len(done.output.splitlines()) == 1, done.output
+    assert done.code == 2 and message in done.output and len(done.output.splitlines()) == 1, done.output

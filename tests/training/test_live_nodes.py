@@ -1,6 +1,6 @@
-"""`launch --live` on several nodes: which nodes are lost, which news the others get, who comes anew, and how all end.
+"""`launch --live` on several nodes: lost nodes, the events that the others get, replacements, and the end of all.
 
-The nodes are launchers of one machine, each at its own address. The ranks are small programs without torch, and the test asks the
+The nodes are launchers of one machine, each at another address. The ranks are small programs without torch, and the test reads the
 ranks' store in their place.
 """
 
@@ -38,7 +38,7 @@ class Node:
         os.kill(self.pid, number)
 
     def wait(self) -> tuple[int, list[str]]:
-        """Its exit code and its own words. Nothing is left of it."""
+        """Returns the launcher's exit code and lines. No process is left."""
         done = self.gang.wait(60)
         assert_none_inside(self.folder)
         assert "Traceback" not in done.output, done.output
@@ -74,7 +74,7 @@ class Nodes:
             yield [stack.enter_context(self.node(number)) for number in range(self.nodes)]
 
     def begun(self, rank: int, replacement: int = 0) -> tuple[int, dict[str, str]]:
-        """The process in this rank's place, when it runs, and its variables."""
+        """Waits for this rank. Returns its process and its variables."""
         file = self.folder / f"0.{replacement}-{rank}"
         poll(file.exists, what=f"rank {rank}, replacement {replacement}")
         pid, _, env = json.loads(file.read_text())
@@ -82,16 +82,16 @@ class Nodes:
 
     def begin(self) -> list[int]:
         """Returns the ranks' processes when all have begun and reported it."""
-        found = [self.begun(rank) for rank in range(2 * self.nodes)]
-        env = found[0][1]
+        reports = [self.begun(rank) for rank in range(2 * self.nodes)]
+        env = reports[0][1]
         self.store = TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), None, False, timedelta(seconds=60))
-        for rank, (_, own) in enumerate(found):
+        for rank, (_, own) in enumerate(reports):
             assert (own["RANK"], own["LOCAL_RANK"], own["GROUP_RANK"]) == (str(rank), str(rank % 2), str(rank // 2))
             assert (own["WORLD_SIZE"], own["GROUP_WORLD_SIZE"]) == (str(2 * self.nodes), str(self.nodes))
             self.store.set(f"lockstep/live/ready/{rank}", "1")
-        return [pid for pid, _ in found]
+        return [pid for pid, _ in reports]
 
-    def told(self, generation: int) -> list[int]:
+    def remaining(self, generation: int) -> list[int]:
         key = f"lockstep/live/generation/{generation}"
         poll(lambda: self.store.check([key]), what=f"generation {generation}")
         remain: list[int] = json.loads(self.store.get(key))
@@ -101,7 +101,7 @@ class Nodes:
         return self.store.get(f"lockstep/ended/{rank}").decode()
 
     def admit(self, *replacements: int) -> int:
-        """The replacements are prepared, and the ranks ask for them: the generation in which they are admitted."""
+        """Prepares the replacements, and asks for them. Returns the generation that admits them."""
         for one in replacements:
             self.store.set(f"lockstep/live/prepared/{one}", "1")
         self.store.set("lockstep/live/admission/1", "1")
@@ -119,11 +119,11 @@ def test_a_rank_of_another_node_is_lost_and_replaced_there(tmp_path: Path) -> No
     with job.all() as (first, second):
         pids = job.begin()
         os.kill(pids[3], signal.SIGKILL)
-        assert job.told(1) == [0, 1, 2] and job.how(3) == KILLED
+        assert job.remaining(1) == [0, 1, 2] and job.how(3) == KILLED
         _, env = job.begun(3, replacement=1)
         assert (env["LOCAL_RANK"], env["GROUP_RANK"]) == ("1", "1")
         generation = job.admit(1)
-        assert job.told(generation) == [0, 1, 2, 3]
+        assert job.remaining(generation) == [0, 1, 2, 3]
         job.end(0, 1, 2)
         job.end(3, replacement=1)
         assert [node.wait()[0] for node in (first, second)] == [0, 0]
@@ -131,7 +131,7 @@ def test_a_rank_of_another_node_is_lost_and_replaced_there(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("how", ["crash", "kill", "stop", "term"])
 def test_a_node_is_lost_and_another_one_takes_its_seat(how: str, tmp_path: Path) -> None:
-    """The ranks of one whose launcher alone is killed end with it."""
+    """If only the node's launcher is killed, its ranks end too."""
     job = Nodes(tmp_path, "--max-restarts", "1")
     with job.all() as (first, second):
         pids = job.begin()
@@ -139,19 +139,19 @@ def test_a_node_is_lost_and_another_one_takes_its_seat(how: str, tmp_path: Path)
             kill_inside(second.folder)
         else:
             second.signal({"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}[how])
-        assert job.told(1) == [0, 1]
+        assert job.remaining(1) == [0, 1]
         why = "was told to leave" if how == "term" else f"was not heard of for {LOST_SECONDS} s"
         assert job.how(2) == job.how(3) == f"its node 127.0.0.3 {why}"
         if how == "term":
             assert second.wait()[0] == 75
         elif how == "stop":
             assert {_state(pid) for pid in pids[2:]} <= {"S", "R"}
-            second.signal(signal.SIGCONT)  # it finds that its place is gone, and comes anew
+            second.signal(signal.SIGCONT)  # it has lost its slot, and joins again
         with job.node(1) if how != "stop" else contextlib.nullcontext(second) as again:
             for rank, replacement in ((2, 1), (3, 2)):
                 job.begun(rank, replacement=replacement)
             poll(lambda: not any(map(_state, pids[2:])), what="the end of those that were lost")
-            assert job.told(job.admit(1, 2)) == [0, 1, 2, 3]
+            assert job.remaining(job.admit(1, 2)) == [0, 1, 2, 3]
             job.end(0, 1)
             job.end(2, replacement=1)
             job.end(3, replacement=2)
@@ -179,7 +179,7 @@ def test_two_nodes_that_leave_at_once_are_counted_once(tmp_path: Path) -> None:
     job = Nodes(tmp_path, "--min-ranks", "2", nodes=3)
     with job.all() as (first, *others):
         job.begin()
-        first.signal(signal.SIGSTOP)  # so that it sees both at one look
+        first.signal(signal.SIGSTOP)  # so that it sees both at once
         for node in others:
             node.signal(signal.SIGTERM)
         first.signal(signal.SIGCONT)

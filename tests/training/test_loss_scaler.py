@@ -28,7 +28,7 @@ def test_a_killed_float16_run_resumes_to_the_same_bits(data_root: Path, tmp_path
         checkpoint(job.run_dir / f"checkpoints/step-{FINAL:08d}")["shared"]["kept"]["objects"]["scaler"]
         for job in (whole, killed)
     ]
-    assert scales[0] == scales[1] and scales[0]["_growth_tracker"] > 0  # of the steps since an overflow
+    assert scales[0] == scales[1] and scales[0]["_growth_tracker"] > 0  # counts steps since an overflow
     expected = tensors(whole.run_dir)
     assert_same(killed.run_dir, expected)
     assert all(bool(torch.isfinite(t).all()) for t in expected.values() if t.is_floating_point())

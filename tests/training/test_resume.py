@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from pathlib import Path
 
@@ -11,14 +10,14 @@ import torch
 
 from tests import product
 from tests.conftest import Undisturbed
-from tests.events import events
+from tests.events import events, status_of, summary_of
 from tests.runs import FINAL, LOSSY_START, Job, assert_same, tensors
 
 KILLS = ((0, 8), (-1, 9))
-"""Rank and forward pass of each. A resumed start begins at the newest even step below, so: in mid-epoch, one step after an epoch's
-end."""
+"""Rank and forward pass of each kill. A resumed start begins at the newest even step before: in mid-epoch, one step after an
+epoch's end."""
 TABLE = [("ddp", 2), ("zero1", 3), (product.FSDP, 3), (product.POWERSGD, 3)]
-"""One strategy of each engine, and each one with its own memory; `flat` is killed at random in tests/faults."""
+"""One strategy of each engine, and each strategy with a memory. tests/faults kills `flat` at random."""
 
 
 @pytest.mark.promise("kill-resume")
@@ -26,19 +25,19 @@ TABLE = [("ddp", 2), ("zero1", 3), (product.FSDP, 3), (product.POWERSGD, 3)]
 def test_killed_and_run_again(
     undisturbed: Undisturbed, tmp_path: Path, data_root: Path, strategy: str, ranks: int
 ) -> None:
-    """With batch statistics, dropout, an average and, for powersgd, error feedback that differs by rank."""
+    """The model has batch statistics, dropout, an average and, for powersgd, error feedback by rank."""
     job = Job(tmp_path / "run", data_root, ranks, **{"sync.name": strategy, **LOSSY_START.get(strategy, {})})
     for rank, passes in KILLS:
         number = passes + (strategy == "ddp")  # its warm-up pass counts, too
         died = job.go(LOCKSTEP_TEST_FATE=f"{rank % ranks}:{number}:KILL")
         assert died.code == 1 and "Traceback" not in died.output, died.output
         assert "did not arrive" in died.output or "lost rank 0" in died.output, died.output
-        assert json.loads((job.run_dir / "status.json").read_text())["code"] in (None, 1)
+        assert status_of(job.run_dir)["code"] in (None, 1)
     done = job.go()
     assert done.code == 0 and "Resuming at step" in done.output, done.output
-    assert json.loads((job.run_dir / "status.json").read_text())["failures"] == len(KILLS)
+    assert status_of(job.run_dir)["failures"] == len(KILLS)
     assert_same(job.run_dir, undisturbed(ranks, strategy))
-    summary = json.loads((job.run_dir / "summary.json").read_text())
+    summary = summary_of(job.run_dir)
     assert summary["restarts"] == len(KILLS) and summary["steps"] == FINAL
     resumed = [event["step"] for event in events(job.run_dir, "resumed")]
     assert [event["attempt"] for event in events(job.run_dir, "start")] == [1, 2, 3]
@@ -55,7 +54,7 @@ def test_every_single_step_can_be_the_last_one(undisturbed: Undisturbed, data_ro
     for step in range(1, 18):
         left = job.go(LOCKSTEP_TEST_FATE="0:1:TERM")
         assert left.code == 75 and job.steps()[0] == step, left.output
-    assert job.go().code == 0 and json.loads((job.run_dir / "status.json").read_text())["failures"] == 0
+    assert job.go().code == 0 and status_of(job.run_dir)["failures"] == 0
     assert_same(job.run_dir, undisturbed(1))
 
 
@@ -68,20 +67,20 @@ def test_another_world_size_resumes_with_the_same_samples(strategy: str, tmp_pat
         "model": "tests.nets:DyingPlain", "precision": "float64", "optim.name": "adam", "lr": 0.001, "micro_batch_size": 6,
     }  # fmt: skip
     job, alone = (Job(tmp_path / name, data_root, 2, **changes, **{"sync.name": strategy}) for name in ("run", "whole"))
-    assert job.go(LOCKSTEP_TEST_FATE="1:12:KILL").code == 1  # of two passes a step
+    assert job.go(LOCKSTEP_TEST_FATE="1:12:KILL").code == 1  # a step has two passes
     job.ranks = 3
     left = job.go(LOCKSTEP_TEST_FATE="1:9:TERM")
     assert left.code == 75 and "3 ranks on cpu" in left.output and "Resuming at step" in left.output, left.output
     job.ranks, alone.ranks = 1, 1
     assert job.go().code == alone.go().code == 0
-    assert json.loads((job.run_dir / "summary.json").read_text())["global_batch_size"] == 24
-    one, other = (product.checkpoint(j.run_dir / f"checkpoints/step-{FINAL:08d}")["shared"] for j in (job, alone))
+    assert summary_of(job.run_dir)["global_batch_size"] == 24
+    cut, whole = (product.checkpoint(j.run_dir / f"checkpoints/step-{FINAL:08d}")["shared"] for j in (job, alone))
     for kind in ("model", "average"):
-        for name, tensor in one[kind].items():
-            torch.testing.assert_close(tensor, other[kind][name], rtol=1e-10, atol=1e-10, msg=f"{strategy}: {name}")
+        for name, tensor in cut[kind].items():
+            torch.testing.assert_close(tensor, whole[kind][name], rtol=1e-10, atol=1e-10, msg=f"{strategy}: {name}")
     epochs = [{event["epoch"]: event["test_loss"] for event in events(j.run_dir, "epoch")} for j in (job, alone)]
     assert epochs[0] == pytest.approx(epochs[1], rel=1e-9) and len(epochs[0]) == 3
-    assert one["history"]["train_loss"] == pytest.approx(other["history"]["train_loss"], rel=1e-10)
+    assert cut["history"]["train_loss"] == pytest.approx(whole["history"]["train_loss"], rel=1e-10)
 
 
 def test_channels_last_resumes_bit_for_bit(data_root: Path, tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def _by_blocks(shapes: Shapes, size: int, step: int) -> int:
 
 
 def _low_rank(shapes: Shapes, size: int, step: int) -> int:
-    """Of rank 2 from step 3 on, where that halves a matrix at least."""
+    """Rank 2 from step 3 on, for each matrix that this at least halves."""
     if step < 3:
         return 4 * _elements(shapes)
     compressed = 0
@@ -58,7 +58,7 @@ def _low_rank(shapes: Shapes, size: int, step: int) -> int:
 
 
 def _exact(shapes: Shapes, size: int, step: int) -> int:
-    """One node of the tree to its owners, the sums back, with a number a parameter, filled up to a multiple of the world size."""
+    """One tree node to its owners and the sums back, with a number a parameter, padded to a multiple of the world size."""
     return 2 * 4 * -(-(_elements(shapes) + len(shapes)) // size) * size
 
 
@@ -68,20 +68,20 @@ def _elements(shapes: Shapes) -> int:
 
 @dataclass(frozen=True)
 class Row:
-    """What the contract expects of a case. `Row()` is a strategy that is exact, and sends after the backward pass."""
+    """The contract's expectations of a case. `Row()` is an exact strategy that sends after the backward pass."""
 
     error: float | None = None
-    """Of a lossy strategy: the largest distance to the exact weights after `STEPS` steps, relative to the way they have
-    gone (L2). None: each weight is within 1e-6."""
+    """Lossy strategies: largest distance to the exact weights after `STEPS` steps, relative to their distance from the
+    start (L2). None: each weight is within 1e-6."""
     sum_error: float | None = None
     """Error of a lossy strategy that rounds. An element of one sum on w ranks is off by at most w · `sum_error` of the sum of the
     parts' magnitudes. That holds over 40 orders of magnitude. None: not measured."""
     step_bytes: float | Bytes = 4
-    """What a rank hands to collectives in a step: bytes for each element of the parameters, or a function."""
+    """Bytes that a rank hands to collectives in a step, for each element of the parameters, or a function."""
     sent_early: bool = False
     """Gradients are sent from autograd's hooks (`Reducer`), so a second pass that is not announced is refused."""
     unused: Literal["zero", "left out", "refused"] = "left out"
-    """What a parameter that no rank used is: given a gradient of zero, left out of the step, or refused by name."""
+    """A parameter that no rank used gets a zero gradient, is left out of the step, or is refused by name."""
     unfreezes: bool = True
     """A parameter may begin to train later. Else it is refused by name."""
     ranks: bool = True
@@ -111,7 +111,7 @@ ROWS: dict[str, Row] = {
         error=0.35, unfreezes=False, variants_only=True, options={**_POWERSGD, "find_unused": True}, bucket_mb=25
     ),
 }
-"""One row for each strategy, under its name, and for each further case of one: `NAME, what is different`."""
+"""One row for each strategy, under its name, and for each further case: `NAME, difference`."""
 CASES = {name for name, row in ROWS.items() if not row.variants_only}
 RANKLESS = {name for name, row in ROWS.items() if not row.ranks}
 ONLY = os.environ.get("LOCKSTEP_STRATEGY") or None
@@ -123,7 +123,7 @@ if not CHOSEN and ONLY not in product.strategies():
 RANKED = [name for name in CHOSEN if name in CASES and name not in RANKLESS]
 VARIED = [name for name in CHOSEN if name not in RANKLESS]
 SIZES = (1, 3, 2)
-"""In this order; each loads the checkpoints of the one before."""
+"""In this order: each size loads the checkpoints of the size before."""
 FEW = 1
 """The step of `_variants` that has so few samples that ranks differ in their micro-batches."""
 SHAPE = (3, 8, 8)
@@ -209,7 +209,7 @@ def _reference(
 
 
 class Run(product.StrategyLoop):
-    """What a user's own loop over the protocol does."""
+    """A user's loop over the protocol."""
 
     def __init__(
         self, name: str, model: nn.Module, world: World, mark: int = 0, layout: Any = torch.contiguous_format
@@ -224,7 +224,7 @@ class Run(product.StrategyLoop):
         self, number: int, pieces: int = 1, clip: float = 0.0, samples: int = BATCH, forget: bool = True,
         announce: bool = True, spoil: float | None = None,
     ) -> None:  # fmt: skip
-        """With `forget` unset the optimizer's own `zero_grad` is called, with `announce` unset `accumulate` is left out.
+        """Without `forget`, calls the optimizer's `zero_grad`. Without `announce`, leaves out `accumulate`.
 
         `spoil` replaces the gradient of this rank's first logit.
         """
@@ -264,58 +264,58 @@ def _case(world: World, name: str, folder: Path) -> dict[str, Any]:
     run = Run(name, _fresh(seed=1 + 7 * world.rank), world)
     run.steps(*range(HALF))
     run.save(folder / f"{name}-{world.size}")
-    found: dict[str, Any] = {"weights": run.steps(*range(HALF, STEPS)), "average": run.weights(average=True)}
-    found["bytes"] = run.sync.bytes_sent
+    results: dict[str, Any] = {"weights": run.steps(*range(HALF, STEPS)), "average": run.weights(average=True)}
+    results["bytes"] = run.sync.bytes_sent
     for size in SIZES[max(SIZES.index(world.size) - 1, 0) : SIZES.index(world.size) + 1]:
         file = folder / f"{name}-{size}"
-        if file.exists():  # of a strategy of one process there is one alone
+        if file.exists():  # a strategy of one process has one file
             again = Run(name, _fresh(seed=99 + world.rank), world)
             again.load(file)
-            found[f"from {size}"] = again.steps(*range(HALF, STEPS))
-            found[f"average from {size}"] = again.weights(average=True)
-    return found
+            results[f"from {size}"] = again.steps(*range(HALF, STEPS))
+            results[f"average from {size}"] = again.weights(average=True)
+    return results
 
 
 def _variants(world: World, name: str) -> dict[str, Any]:
-    """Micro-batches, clipping, the layout, and what is not finite."""
-    found: dict[str, Any] = {}
+    """Trains with micro-batches, clipping, another layout, and gradients that are not finite."""
+    results: dict[str, Any] = {}
     run = Run(name, _fresh(), world)
     for number in range(4):  # in one step rank 0 has fewer samples, and so passes, than the others
         run.step(number, pieces=3, clip=0.5, samples=_few(world.size) if number == FEW else BATCH)
-    found["micro-batches, clipped"] = run.weights()
+    results["micro-batches, clipped"] = run.weights()
     run = Run(name, _fresh(), world, layout=torch.channels_last)
-    found["channels_last, optimizer.zero_grad"] = run.steps(*range(4), forget=False)
+    results["channels_last, optimizer.zero_grad"] = run.steps(*range(4), forget=False)
     try:
-        found["two passes"] = Run(name, _fresh(), world).steps(*range(4), pieces=2, announce=False)
+        results["two passes"] = Run(name, _fresh(), world).steps(*range(4), pieces=2, announce=False)
     except (UserError, AssertionError) as error:
-        found["two passes"] = f"{type(error).__name__}: {error}"
-    found["sparse"] = _sparse(world, name)
+        results["two passes"] = f"{type(error).__name__}: {error}"
+    results["sparse"] = _sparse(world, name)
     for value in (math.nan, math.inf):
         run = Run(name, _fresh(), world)
         run.steps(*range(3))
         spoilt = run.steps(3, spoil=value if world.rank == world.size - 1 else None)  # in which powersgd compresses
         finite = [parameter for parameter, weights in spoilt.items() if bool(weights.isfinite().all())]
-        found[f"{value}"] = finite, float(run.sync.grad_norm())
-    return found
+        results[f"{value}"] = finite, float(run.sync.grad_norm())
+    return results
 
 
 def _without_gradient(world: World, name: str) -> dict[str, Any]:
     """Parameters without a gradient: on all or on some ranks, from some step on, or until then."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for mark in (0, 2) if world.size == 2 else (2,):
         try:  # marked samples are rank 0's: with mark=2 only that rank has a gradient of `somebody`
-            found[f"unused, {mark} marked"] = Run(name, _fresh(Spare), world, mark).steps(*range(4))
+            results[f"unused, {mark} marked"] = Run(name, _fresh(Spare), world, mark).steps(*range(4))
         except UserError as error:
-            found[f"unused, {mark} marked"] = str(error)
+            results[f"unused, {mark} marked"] = str(error)
     for change in ("freezes", "unfreezes"):
         try:
             run = Run(name, _fresh(functools.partial(_partly_frozen, change)), world)
             run.steps(0, 1)
             _toggle(run.sync.model)
-            found[change] = run.steps(2, 3)
+            results[change] = run.steps(2, 3)
         except UserError as error:
-            found[change] = str(error)
-    return found
+            results[change] = str(error)
+    return results
 
 
 def _partly_frozen(change: str) -> nn.Module:
@@ -337,12 +337,12 @@ def _embedded() -> nn.Module:
 
 
 def _words(rank: int) -> torch.Tensor:
-    """One sample of two words, the second of which all ranks have."""
+    """Returns one sample of two words. All ranks share the second word."""
     return torch.tensor([[rank, 3]])
 
 
 def _plain_step(parameters: Any) -> torch.optim.Optimizer:
-    """Takes sparse gradients."""
+    """Returns an optimizer that takes sparse gradients."""
     return torch.optim.SGD(parameters, lr=0.1)
 
 
@@ -367,29 +367,29 @@ def _part(rank: int) -> torch.Tensor:
 
 
 def _one_sum(world: World, name: str) -> torch.Tensor:
-    """What the strategy makes of the ranks' parts in one step."""
+    """Returns the strategy's sum of the ranks' parts in one step."""
     strategy, model = product.strategy(name, ROWS[name].bucket_mb, ROWS[name].options), nn.Linear(64, 64, bias=False)
     network = strategy.wrap(model, world, torch.zeros(1, 64))
-    # Of the unit matrix the output is the weights, transposed.
+    # The output for the unit matrix is the weights, transposed.
     network(torch.eye(64)).backward(_part(world.rank).view(64, 64).T * strategy.loss_factor)
     strategy.synchronize()
     return model.weight.grad.reshape(-1)  # type: ignore[union-attr]
 
 
 def _all(world: World, names: list[str], folder: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name in names:
         if name in RANKLESS and world.size > 1:
             continue
-        found[name] = (_variants(world, name) if world.size > 1 else {}) | (
+        results[name] = (_variants(world, name) if world.size > 1 else {}) | (
             _case(world, name, Path(folder)) if name in CASES else {}
         )
         if name not in RANKLESS:
-            found[name] |= _without_gradient(world, name)
+            results[name] |= _without_gradient(world, name)
         if ROWS[name].sum_error is not None:
-            found[name]["one sum"] = _one_sum(world, name)
+            results[name]["one sum"] = _one_sum(world, name)
         dist.barrier()
-    return found
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -405,22 +405,22 @@ class Place:
     name: str
     size: int
     rank: int
-    found: dict[str, Any] = field(repr=False)
+    results: dict[str, Any] = field(repr=False)
 
     def __str__(self) -> str:
         return f"sync.name={self.name}, rank {self.rank} of {self.size}"
 
     def check(self, what: str, expected: Tensors, start: nn.Module | None = None) -> None:
-        """Weights near those of one plain process: how near the row says. `start`: where they began."""
-        found, bound = self.found[what], ROWS[self.name].error
-        assert isinstance(found, dict) and found.keys() == expected.keys(), f"{self}: {what}: {found}"
+        """Asserts weights near those of one plain process, as near as the row says. `start`: initial weights."""
+        actual, bound = self.results[what], ROWS[self.name].error
+        assert isinstance(actual, dict) and actual.keys() == expected.keys(), f"{self}: {what}: {actual}"
         if bound is None:
-            off = {name: float((found[name] - weights).abs().max()) for name, weights in expected.items()}
+            off = {name: float((actual[name] - weights).abs().max()) for name, weights in expected.items()}
             worst = max(off, key=lambda name: off[name])
             assert off[worst] < 1e-6, f"{self}: {what}: {worst} is off by {off[worst]:.3g}"
         else:
             begun = dict((start or _fresh()).named_parameters())
-            off2 = sum(float((found[name] - weights).square().sum()) for name, weights in expected.items())
+            off2 = sum(float((actual[name] - weights).square().sum()) for name, weights in expected.items())
             gone2 = sum(float((begun[name] - weights).detach().square().sum()) for name, weights in expected.items())
             off = math.sqrt(off2 / gone2)
             assert off < bound, f"{self}: {what}: {off:.3g} of the way are off, {bound} are allowed"
@@ -428,17 +428,17 @@ class Place:
                 assert off > 1e-6, f"{self}: nothing was compressed"
 
     def check_same(self, what: str, expected: Tensors) -> None:
-        """To the bit."""
-        different = [name for name, value in self.found[what].items() if not torch.equal(value, expected[name])]
+        """Asserts equal weights, to the bit."""
+        different = [name for name, value in self.results[what].items() if not torch.equal(value, expected[name])]
         assert different == [], f"{self}: {what}"
 
 
 def _places(by_size: dict[int, list[dict[str, Any]]], name: str, least: int = 1) -> list[Place]:
     return [
-        Place(name, size, rank, found[name])
+        Place(name, size, rank, results[name])
         for size, ranks in by_size.items()
-        for rank, found in enumerate(ranks)
-        if name in found and size >= least
+        for rank, results in enumerate(ranks)
+        if name in results and size >= least
     ]
 
 
@@ -468,26 +468,26 @@ def test_one_sum_is_within_its_bound_of_rounding(by_size: Any, name: str) -> Non
     bound = ROWS[name].sum_error
     for place in _places(by_size, name):
         parts = [_part(rank).double() for rank in range(place.size)]
-        off = (place.found["one sum"].double() - sum(parts)).abs() / torch.stack(parts).abs().sum(0)
+        off = (place.results["one sum"].double() - sum(parts)).abs() / torch.stack(parts).abs().sum(0)
         assert place.size == 1 or bound / 4 < float(off.max()) <= place.size * bound, f"{place}: {float(off.max()):.3g}"  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("name", [name for name in CHOSEN if name in CASES])
 def test_a_checkpoint_resumes_bit_for_bit_and_at_another_world_size(by_size: Any, name: str) -> None:
     for place in _places(by_size, name):
-        place.check_same(f"from {place.size}", place.found["weights"])
-        place.check_same(f"average from {place.size}", place.found["average"])
+        place.check_same(f"from {place.size}", place.results["weights"])
+        place.check_same(f"average from {place.size}", place.results["average"])
         for other in {3: (1,), 2: (3,)}.get(place.size, ()):
             place.check(f"from {other}", _reference(Net, STEPS))
 
 
 @pytest.mark.parametrize("name", RANKED)
 def test_bytes_are_counted(by_size: Any, name: str) -> None:
-    """As reckoned from the shapes alone."""
+    """The count is the one that follows from the shapes."""
     shapes, each = [tuple(p.shape) for p in Net().parameters()], ROWS[name].step_bytes
     for place in _places(by_size, name):
         steps = [each(shapes, place.size, n) if callable(each) else each * _elements(shapes) for n in range(STEPS)]
-        assert place.found["bytes"] == (sum(steps) if place.size > 1 else 0), str(place)
+        assert place.results["bytes"] == (sum(steps) if place.size > 1 else 0), str(place)
 
 
 @pytest.mark.parametrize("name", VARIED)
@@ -501,8 +501,8 @@ def test_micro_batches_clipping_and_layout(by_size: Any, name: str) -> None:
 def test_two_backward_passes_that_are_not_announced_are_summed_or_refused(by_size: Any, name: str) -> None:
     for place in _places(by_size, name, least=2):
         if ROWS[name].sent_early:
-            found = place.found["two passes"]
-            assert "head.bias" in found and "inside accumulate()" in found and "\n" not in found, f"{place}: {found}"
+            error = place.results["two passes"]
+            assert "head.bias" in error and "inside accumulate()" in error and "\n" not in error, f"{place}: {error}"
         else:
             place.check("two passes", _reference(Net, 4))
 
@@ -511,7 +511,7 @@ def test_two_backward_passes_that_are_not_announced_are_summed_or_refused(by_siz
 def test_what_is_not_finite_on_one_rank_reaches_all(by_size: Any, name: str) -> None:
     for place in _places(by_size, name, least=2):
         for kind in ("nan", "inf"):
-            finite, norm = place.found[kind]
+            finite, norm = place.results[kind]
             assert not finite and not math.isfinite(norm), f"{place}: {kind} has not reached {finite}, norm {norm}"
 
 
@@ -523,9 +523,9 @@ def test_sparse_and_missing_gradients_are_summed_or_refused_by_name(by_size: Any
     for place in _places(by_size, name):
         for mark in (0, 2) if place.size == 2 else (2,):
             what = f"unused, {mark} marked"
-            found = place.found[what]
+            error = place.results[what]
             if unused == "refused":
-                assert "nobody" in found and "find_unused: true" in found and "\n" not in found, f"{place}: {found}"
+                assert "nobody" in error and "find_unused: true" in error and "\n" not in error, f"{place}: {error}"
             else:
                 place.check(what, _reference(Spare, 4, mark=mark, fill=unused != "left out"), _fresh(Spare))
     for place in _places(by_size, name, least=2):
@@ -534,8 +534,8 @@ def test_sparse_and_missing_gradients_are_summed_or_refused_by_name(by_size: Any
         for rank in range(place.size):
             expected(_words(rank)).sum().backward()
         optimizer.step()
-        if isinstance(found := place.found["sparse"], str):
-            assert found.startswith("0.weight has a sparse gradient") and "\n" not in found, f"{place}: {found}"
+        if isinstance(error := place.results["sparse"], str):
+            assert error.startswith("0.weight has a sparse gradient") and "\n" not in error, f"{place}: {error}"
         else:
             place.check("sparse", {of: weights.detach() for of, weights in expected.named_parameters()}, _embedded())
 
@@ -550,8 +550,8 @@ def test_a_layer_that_is_frozen_stands_still_and_one_that_is_unfrozen_trains(
     refused = row.unused == "refused" if change == "freezes" else not row.unfreezes
     for place in _places(by_size, name):
         if refused:
-            found = place.found[change]
-            assert "conv." in found and "sync.name=flat" in found and "\n" not in found, f"{place}: {found}"
+            error = place.results[change]
+            assert "conv." in error and "sync.name=flat" in error and "\n" not in error, f"{place}: {error}"
         else:
             place.check(change, _reference(build, 4, toggle=2), _fresh(build))
 

@@ -1,4 +1,4 @@
-"""`Fsdp` holds in full one block at a time in a step, one tensor at a time in a save. And which parts are blocks."""
+"""`Fsdp` holds one full block at a time in a step, one full tensor at a time in a save. Also: which parts are blocks."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ def _net() -> Net:
 
 
 def _held(world: World, file: str) -> dict[str, list[int]]:
-    """Elements in full while each layer runs, forward and backward, and live whole tensors at each gather of a save."""
+    """Counts full elements while each layer runs, forward and backward, and live full tensors at each gather of a save."""
     model = _net()
     loop = Loop(world, model)
-    found: dict[str, list[int]] = {"step": [], "save": [], "between": []}
+    counts: dict[str, list[int]] = {"step": [], "save": [], "between": []}
 
     def look(*_: Any) -> None:
-        found["step"].append(product.gathered(loop.network))
+        counts["step"].append(product.gathered(loop.network))
 
     for layer in (*model.layers, model.head):
         layer.register_forward_pre_hook(look)
@@ -78,14 +78,14 @@ def _held(world: World, file: str) -> dict[str, list[int]]:
             parameter.register_hook(look)
     for passes in (1, 3):
         loop.step(passes + world.rank)  # ranks differ in it
-        found["between"].append(product.gathered(loop.network))
+        counts["between"].append(product.gathered(loop.network))
     whole = DTensor.full_tensor
     live: list[weakref.ref[torch.Tensor]] = []
 
     def watched(self: DTensor, **how: Any) -> torch.Tensor:
         full = whole(self, **how)
         live.append(weakref.ref(full))
-        found["save"].append(sum(tensor() is not None for tensor in live))
+        counts["save"].append(sum(tensor() is not None for tensor in live))
         return full
 
     DTensor.full_tensor = watched  # type: ignore[method-assign]
@@ -93,21 +93,21 @@ def _held(world: World, file: str) -> dict[str, list[int]]:
         loop.save(Path(file))
     finally:
         DTensor.full_tensor = whole  # type: ignore[method-assign]
-    return found
+    return counts
 
 
 def test_a_rank_holds_one_block_while_a_layer_runs_and_one_tensor_in_a_save(tmp_path: Path) -> None:
     tensors = 3 * 8  # the model, its average and the momentum
-    for rank, found in enumerate(on_ranks(_held, 2, str(tmp_path / "saved"))):
-        assert LARGEST <= max(found["step"]) <= LARGEST + HEAD, found["step"]
-        assert len(found["step"]) >= 2 * 4 * 4 and min(found["step"]) > 0
-        assert found["between"] == [0, 0]
-        assert found["save"] == (list(range(1, tensors + 1)) if rank == 0 else [1] * tensors), found["save"]
+    for rank, counts in enumerate(on_ranks(_held, 2, str(tmp_path / "saved"))):
+        assert LARGEST <= max(counts["step"]) <= LARGEST + HEAD, counts["step"]
+        assert len(counts["step"]) >= 2 * 4 * 4 and min(counts["step"]) > 0
+        assert counts["between"] == [0, 0]
+        assert counts["save"] == (list(range(1, tensors + 1)) if rank == 0 else [1] * tensors), counts["save"]
 
 
 def _apart(world: World) -> list[str]:
-    """Each rank leaves out another block of the same size; then the model is called past its network."""
-    said = []
+    """Each rank leaves out another block of the same size. Then the model is called without its network."""
+    errors = []
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
     loop = Loop(world, model)
     model.forward = lambda x: model[2](model[world.rank](x))  # type: ignore[method-assign]
@@ -115,8 +115,8 @@ def _apart(world: World) -> list[str]:
         try:
             action()
         except UserError as error:
-            said.append(str(error))
-    return said
+            errors.append(str(error))
+    return errors
 
 
 def test_ranks_that_run_different_blocks_are_refused_before_a_weight_is_moved() -> None:
@@ -143,7 +143,7 @@ class Tied(Net):
         (Tied, None, ["layers.0", "layers.1", "layers.2"]),
     ],
 )
-def test_blocks_are_found_by_a_rule_or_by_names(model: Any, wanted: list[str] | None, blocks: list[str]) -> None:
+def test_blocks_are_chosen_by_a_rule_or_by_names(model: Any, wanted: list[str] | None, blocks: list[str]) -> None:
     assert product.fsdp_blocks(model(), wanted) == blocks
 
 

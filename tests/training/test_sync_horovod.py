@@ -1,4 +1,4 @@
-"""Horovod's interface: what its functions give, and what goes wrong as it does there."""
+"""Horovod's interface: its functions give the same results and the same errors."""
 
 from __future__ import annotations
 
@@ -43,27 +43,27 @@ def _raised(action: Any) -> str:
 def _everything(world: World) -> dict[str, Any]:
     import examples.modules.horovod as hvd
 
-    found: dict[str, Any] = {"before": _raised(hvd.rank)}
+    result: dict[str, Any] = {"before": _raised(hvd.rank)}
     assert hvd.init() == (world.rank, world.device)  # the gang of this test has joined already
     rank, size = hvd.rank(), hvd.size()
-    found["places"] = (rank, size, hvd.local_rank(), hvd.local_size())
+    result["places"] = (rank, size, hvd.local_rank(), hvd.local_size())
 
     x = torch.arange(3.0) + rank
-    found["allreduce"] = [hvd.allreduce(x), hvd.allreduce(x, average=False), hvd.allreduce(torch.tensor([3 + rank]))]
-    found["gradient lost"] = _raised(lambda: hvd.allreduce(x.clone().requires_grad_()))
+    result["allreduce"] = [hvd.allreduce(x), hvd.allreduce(x, average=False), hvd.allreduce(torch.tensor([3 + rank]))]
+    result["gradient lost"] = _raised(lambda: hvd.allreduce(x.clone().requires_grad_()))
 
     # Parameters and optimizer state of rank 0.
     torch.manual_seed(rank)
     for number, form in enumerate((lambda m: m, lambda m: m.state_dict(), lambda m: list(m.named_parameters()))):
         model = _net()
         hvd.broadcast_parameters(form(model), root_rank=0)
-        found[f"broadcast {number}"] = _weights(model)
+        result[f"broadcast {number}"] = _weights(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1 * (rank + 1))
     if rank == 0:
         model(torch.ones(2, 6)).sum().backward()
         optimizer.step()
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-    found["optimizer"] = (
+    result["optimizer"] = (
         optimizer.param_groups[0]["lr"],
         [e["exp_avg"].sum().item() for e in optimizer.state.values()],
     )
@@ -81,7 +81,7 @@ def _everything(world: World) -> dict[str, Any]:
         if len(labels[own]):
             F.cross_entropy(model(images[own]), labels[own]).backward()
         optimizer.step()
-    found["weighted"] = _weights(model)
+    result["weighted"] = _weights(model)
     torch.manual_seed(0)
     model = _net()
     optimizer = hvd.DistributedOptimizer(
@@ -94,7 +94,7 @@ def _everything(world: World) -> dict[str, Any]:
             F.cross_entropy(model(images[part]), labels[part], reduction="sum").div(11).backward()
         optimizer.step()
         scheduler.step()
-    found["two passes"] = (_weights(model), isinstance(optimizer, torch.optim.SGD), optimizer.param_groups[0]["lr"])
+    result["two passes"] = (_weights(model), isinstance(optimizer, torch.optim.SGD), optimizer.param_groups[0]["lr"])
 
     # Clipping between synchronize and step, as the manual has it.
     torch.manual_seed(0)
@@ -105,26 +105,26 @@ def _everything(world: World) -> dict[str, Any]:
     nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     with optimizer.skip_synchronize():
         optimizer.step()
-    found["clipped"] = _weights(model)
+    result["clipped"] = _weights(model)
 
-    # What some ranks lack counts as zero there; no rank waits for ever.
+    # A gradient that some ranks lack counts as zero there. No rank waits forever.
     model = nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 3), nn.Linear(2, 2)])
     hvd.broadcast_parameters(model)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 1.0), model.named_parameters())
     before = _weights(model)
     F.cross_entropy(model[rank % 2](images), labels).backward()
     optimizer.step()
-    found["some lack"] = [float((_weights(model) - before)[a:b].abs().max()) for a, b in ((0, 21), (21, 42), (42, 48))]
+    result["some lack"] = [float((_weights(model) - before)[a:b].abs().max()) for a, b in ((0, 21), (21, 42), (42, 48))]
 
     # The errors.
     model = _net()
     sgd = torch.optim.SGD(model.parameters(), 0.1)
     named = list(model.named_parameters())
-    found["unnamed"] = _raised(lambda: hvd.DistributedOptimizer(sgd, named[1:]))
+    result["unnamed"] = _raised(lambda: hvd.DistributedOptimizer(sgd, named[1:]))
     optimizer = hvd.DistributedOptimizer(sgd, named)
     model(images).sum().backward()
-    found["zero_grad in flight"] = _raised(optimizer.zero_grad)
-    found["third pass"] = _raised(lambda: model(images).sum().backward())
+    result["zero_grad in flight"] = _raised(optimizer.zero_grad)
+    result["third pass"] = _raised(lambda: model(images).sum().backward())
     optimizer.synchronize()
     optimizer.zero_grad()
     model(images).sum().backward()
@@ -132,10 +132,10 @@ def _everything(world: World) -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         optimizer.step()
-    found["twice"] = [str(warning.message) for warning in caught]
-    found["late group"] = _raised(lambda: optimizer.add_param_group({"params": nn.Linear(2, 2).parameters()}))
-    found["closure"] = _raised(lambda: optimizer.step(lambda: 0))
-    return found
+    result["twice"] = [str(warning.message) for warning in caught]
+    result["late group"] = _raised(lambda: optimizer.add_param_group({"params": nn.Linear(2, 2).parameters()}))
+    result["closure"] = _raised(lambda: optimizer.step(lambda: 0))
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -160,9 +160,9 @@ def _plain(steps: int, momentum: float = 0.0, clip: float = 0.0, decay: float = 
 
 def test_a_sum_and_a_mean_of_all_ranks(ranks: Any) -> None:
     base, middle = torch.arange(3.0), (SIZE - 1) / 2
-    for rank, found in enumerate(ranks):
-        assert found["before"] == "ValueError: call hvd.init() first" and found["places"] == (rank, SIZE, rank, SIZE)
-        mean, total, whole = found["allreduce"]
+    for rank, result in enumerate(ranks):
+        assert result["before"] == "ValueError: call hvd.init() first" and result["places"] == (rank, SIZE, rank, SIZE)
+        mean, total, whole = result["allreduce"]
         torch.testing.assert_close(mean, base + middle)
         torch.testing.assert_close(total, SIZE * (base + middle))
         assert whole.tolist() == [3 + (SIZE - 1) // 2] and whole.dtype == torch.int64
@@ -170,26 +170,26 @@ def test_a_sum_and_a_mean_of_all_ranks(ranks: Any) -> None:
 
 def test_every_rank_has_rank_0s_parameters_and_optimizer_state(ranks: Any) -> None:
     first = ranks[0]
-    for rank, found in enumerate(ranks):
+    for rank, result in enumerate(ranks):
         for number in range(3):
-            assert torch.equal(found[f"broadcast {number}"], first[f"broadcast {number}"]), (rank, number)
-        rate, moments = found["optimizer"]
-        assert found["optimizer"] == first["optimizer"] and rate == 0.1 and len(moments) == 4, rank
+            assert torch.equal(result[f"broadcast {number}"], first[f"broadcast {number}"]), (rank, number)
+        rate, moments = result["optimizer"]
+        assert result["optimizer"] == first["optimizer"] and rate == 0.1 and len(moments) == 4, rank
 
 
 def test_the_weighted_form_gives_the_gradient_of_the_whole_batch(ranks: Any) -> None:
-    for found in ranks:
-        torch.testing.assert_close(found["weighted"], _plain(3), rtol=0, atol=1e-6)
+    for result in ranks:
+        torch.testing.assert_close(result["weighted"], _plain(3), rtol=0, atol=1e-6)
 
 
 def test_passes_schedulers_clipping_and_gradients_that_some_ranks_lack(ranks: Any) -> None:
-    for rank, found in enumerate(ranks):
-        weights, is_sgd, lr = found["two passes"]
+    for rank, result in enumerate(ranks):
+        weights, is_sgd, lr = result["two passes"]
         torch.testing.assert_close(weights, _plain(3, momentum=0.9, decay=0.5), rtol=0, atol=1e-6)
         assert is_sgd and lr == 0.5 / 8
-        torch.testing.assert_close(found["clipped"], _plain(1, clip=0.1), rtol=0, atol=1e-6)
-        first, second, nobody = found["some lack"]
-        assert found["some lack"] == ranks[0]["some lack"] and min(first, second) > nobody == 0, rank
+        torch.testing.assert_close(result["clipped"], _plain(1, clip=0.1), rtol=0, atol=1e-6)
+        first, second, unused = result["some lack"]
+        assert result["some lack"] == ranks[0]["some lack"] and min(first, second) > unused == 0, rank
 
 
 def test_what_would_train_the_ranks_apart_is_refused(ranks: Any) -> None:
@@ -198,7 +198,7 @@ def test_what_would_train_the_ranks_apart_is_refused(ranks: Any) -> None:
         "third pass": ("AssertionError", "2.bias"), "closure": ("ValueError", "closure"), "late group": ("ValueError", "added"),
         "gradient lost": ("ValueError", "detach()"),
     }  # fmt: skip
-    for found in ranks:
+    for result in ranks:
         for name, (kind, word) in errors.items():
-            assert found[name].startswith(kind) and word in found[name], (name, found[name])
-        assert len(found["twice"]) == 1 and "skip_synchronize" in found["twice"][0]
+            assert result[name].startswith(kind) and word in result[name], (name, result[name])
+        assert len(result["twice"]) == 1 and "skip_synchronize" in result["twice"][0]

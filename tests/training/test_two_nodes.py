@@ -1,4 +1,4 @@
-"""Two nodes whose data is on disks of their own: two processes of one rank each."""
+"""Two nodes whose data is on separate disks: two processes of one rank each."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ ERROR_SECONDS = 2.0
 
 class Gang:
     """Ranks on this machine, one for each list of words. As under the launcher one rank's failure ends the others, and
-    their codes become one: 2 before 75 before 1; one alone has its own. What they write goes into one file."""
+    their codes become one: 2 before 75 before 1; a single rank keeps its code. All write into one file."""
 
     def __init__(self, words: list[list[str]], env: dict[str, str], grace: float = GRACE, cwd: Path = ROOT) -> None:
         self.grace, self.words = grace, words
@@ -36,13 +36,13 @@ class Gang:
             shared = os.open(f"/proc/self/fd/{self.output.fileno()}", os.O_WRONLY | os.O_APPEND)
             stack.callback(os.close, shared)
             port = free_port()
-            for rank, own in enumerate(words):
+            for rank, rank_words in enumerate(words):
                 place = {
                     "RANK": rank, "WORLD_SIZE": len(words), "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": len(words),
                     "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1,
                 }  # fmt: skip
                 variables = {**{name: str(value) for name, value in place.items()}, **env}  # what is asked for wins
-                self.processes.append(start(own, variables, shared, cwd=cwd))
+                self.processes.append(start(rank_words, variables, shared, cwd=cwd))
             os.close(shared)
             stack.pop_all()
 
@@ -50,16 +50,16 @@ class Gang:
         return self.processes[rank].pid
 
     def send_signal(self, number: int) -> None:
-        """To every rank, as the launcher hands it on."""
+        """Sends the signal to every rank, as the launcher does."""
         for process in self.processes:
             process.send_signal(number)
 
     def wait(self, timeout: float) -> Result:
-        """To the end of all ranks. Where they are not done by then, they are killed and the test fails with their output."""
+        """Waits for the end of all ranks. After the timeout it kills them, and the test fails with their output."""
         next_at = killed_at = time.monotonic() + timeout
         failed: list[int] = []
         terminated = False
-        # All of them are asked: `any` would stop at the first that runs.
+        # Polls all of them: `any` would stop at the first that runs.
         while None in [process.poll() for process in self.processes]:
             if not failed and (failed := [process.returncode for process in self.processes if process.returncode]):
                 raised = all(code > 0 and code not in (2, 75) for code in failed)
@@ -71,8 +71,8 @@ class Gang:
             if time.monotonic() >= killed_at:
                 assert failed, f"still running after {timeout} s: {self.words}\n{self.text()}"
                 self.end()
-            left = [process for process in self.processes if process.returncode is None]
-            select.select(left, [], [], max(0.0, next_at - time.monotonic()) if left else 0)
+            alive = [process for process in self.processes if process.returncode is None]
+            select.select(alive, [], [], max(0.0, next_at - time.monotonic()) if alive else 0)
         codes = failed or [process.returncode for process in self.processes if process.returncode]
         if len(self.processes) == 1 and codes:
             return Result(codes[0], self.text())
@@ -84,7 +84,7 @@ class Gang:
         return self.output.read().decode(errors="backslashreplace")
 
     def pids(self) -> list[int]:
-        """What is left of the ranks and of what they have started."""
+        """Returns the processes of the ranks, and those that they have started."""
         return [pid for process in self.processes for pid in members(process.pid)]
 
     def end(self) -> None:

@@ -63,12 +63,12 @@ class Nursery:
     def start(
         self, command: list[str], env: dict[str, str], out: IO[bytes] | int | None, errors: IO[bytes] | int | None
     ) -> Rank:
-        """`python …`, without options of Python's own but -u."""
+        """Starts `python …`, without Python's options except -u."""
         words = [word for word in command[1:3] if word != "-u"] + command[3:]
         blocked = [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())]
         request = json.dumps({"words": words, "env": env, "cwd": os.getcwd(), "blocked": blocked}).encode()
-        own = [sys.stdin, sys.stdout if out is None else out, sys.stderr if errors is None else errors]
-        socket.send_fds(self.requests, [request], [each if isinstance(each, int) else each.fileno() for each in own])
+        files = [sys.stdin, sys.stdout if out is None else out, sys.stderr if errors is None else errors]
+        socket.send_fds(self.requests, [request], [each if isinstance(each, int) else each.fileno() for each in files])
         return Rank(int(self.requests.recv(16)))
 
 
@@ -78,10 +78,10 @@ def _nursed(requests: socket.socket, parent: int) -> Callable[[], None]:
         message, streams = receive(requests)
         if not message:
             os._exit(0)
-        told, tells = os.pipe()
+        reader, writer = os.pipe()
         if (between := os.fork()) == 0:
             if pid := os.fork():
-                os.write(tells, str(pid).encode())
+                os.write(writer, str(pid).encode())
                 os._exit(0)
             while os.getppid() != parent:
                 time.sleep(0.001)
@@ -89,12 +89,12 @@ def _nursed(requests: socket.socket, parent: int) -> Callable[[], None]:
             request = json.loads(message)
             Path("/proc/self/comm").write_text(f"RANK={request['env']['RANK']}")
             task = become(request, streams)
-            for name, number in (("stdout", 1), ("stderr", 2)):  # the server's were made for a file
-                setattr(sys, name, io.TextIOWrapper(io.FileIO(number, "w", closefd=False), write_through=True))
+            for name, number in (("stdout", 1), ("stderr", 2)):  # the server made its streams for a file
+                setattr(sys, name, io.TextIOWrapper(io.FileIO(number, "w", closefd=False), line_buffering=True))
             return task
         os.waitpid(between, 0)
-        requests.send(os.read(told, 16))
-        for each in (told, tells, *streams):
+        requests.send(os.read(reader, 16))
+        for each in (reader, writer, *streams):
             os.close(each)
 
 

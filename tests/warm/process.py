@@ -26,10 +26,10 @@ _BOUND = 240.0
 class Process:
     """One process that the server has forked. `returncode` is None while it runs, −n where signal n ended it."""
 
-    def __init__(self, words: list[str], told: int) -> None:
-        self.args, self._told, self._heard = words, told, b""
+    def __init__(self, words: list[str], pipe: int) -> None:
+        self.args, self._pipe, self._buffer = words, pipe, b""
         self._lock = threading.Lock()
-        weakref.finalize(self, os.close, told)
+        weakref.finalize(self, os.close, pipe)
         self.returncode: int | None = None
         line = self._line(time.monotonic() + _BOUND)
         kind, _, rest = line.partition(" ")
@@ -39,20 +39,20 @@ class Process:
 
     def _line(self, deadline: float | None) -> str:
         """The next line of the server about this process; TimeoutError where none comes until then."""
-        while b"\n" not in self._heard:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if not select.select([self._told], [], [], left)[0]:
+        while b"\n" not in self._buffer:
+            remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not select.select([self._pipe], [], [], remaining)[0]:
                 raise TimeoutError
-            piece = os.read(self._told, 4096)
-            if not piece:  # the server is gone, and with it who could tell
+            piece = os.read(self._pipe, 4096)
+            if not piece:  # the server is gone, so no line comes
                 return "lost"
-            self._heard += piece
-        line, _, self._heard = self._heard.partition(b"\n")
+            self._buffer += piece
+        line, _, self._buffer = self._buffer.partition(b"\n")
         return line.decode()
 
     def fileno(self) -> int:
         """Readable when it has ended, so that `select` waits for several at once."""
-        return self._told
+        return self._pipe
 
     def poll(self) -> int | None:
         try:
@@ -62,7 +62,7 @@ class Process:
 
     def wait(self, timeout: float | None = None) -> int:
         """The exit code. Raises `subprocess.TimeoutExpired`."""
-        if not select.select([self._told], [], [], None if timeout is None else max(0.0, timeout))[0]:
+        if not select.select([self._pipe], [], [], None if timeout is None else max(0.0, timeout))[0]:
             raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
         with self._lock:  # another thread may wait for it, too
             if self.returncode is None:
@@ -107,7 +107,7 @@ class _Server:
             try:
                 self.requests.connect(name)
                 break
-            except ConnectionRefusedError:  # nobody has it; or who has it does not listen yet, and so the loop
+            except ConnectionRefusedError:  # no server has the name, or it does not listen yet: hence the loop
                 self.requests.close()
                 assert time.monotonic() < deadline, "no server of ranks came"
                 with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, contextlib.suppress(OSError):
@@ -118,18 +118,18 @@ class _Server:
         atexit.register(self.close)
 
     def fork(self, words: list[str], env: dict[str, str], output: int, error: int | None, cwd: Path) -> Process:
-        heard, told = os.pipe()
+        reader, writer = os.pipe()
         with open(os.devnull, "rb") as nothing, self.lock:
             request = json.dumps({"words": words, "env": env, "cwd": str(cwd)}).encode()
-            streams = [nothing.fileno(), output, output if error is None else error, told]
+            streams = [nothing.fileno(), output, output if error is None else error, writer]
             try:
                 socket.send_fds(self.requests, [request], streams)
             finally:
-                os.close(told)
-        return Process(words, heard)
+                os.close(writer)
+        return Process(words, reader)
 
     def close(self) -> None:
-        """Returns when what this process had forked is gone. The server ends with the last process that uses it."""
+        """Returns when the forks of this process are gone. The server ends with the last process that uses it."""
         with contextlib.suppress(OSError):  # the server is gone already
             self.requests.shutdown(socket.SHUT_WR)
             self.requests.settimeout(60)
@@ -138,11 +138,11 @@ class _Server:
 
 
 def _start_server(listener: socket.socket, preload: str) -> None:
-    # More than one thread is loaded with, and the server may not have: OpenMP's, OpenBLAS's.
-    one = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    one["OMP_WAIT_POLICY"] = "PASSIVE"
-    one |= {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "default", "CUDA_VISIBLE_DEVICES": ""}
-    env = {**os.environ, **one}
+    # OpenMP and OpenBLAS start threads when they load, and the server may have none.
+    variables = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    variables["OMP_WAIT_POLICY"] = "PASSIVE"
+    variables |= {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "default", "CUDA_VISIBLE_DEVICES": ""}
+    env = {**os.environ, **variables}
     env.update({"LD_PRELOAD": preload} if preload else {})
     _started.append(
         subprocess.Popen(

@@ -1,12 +1,12 @@
 """python -u -m tests.warm.server FD
 
 Forks a Python process for each request that comes over a connection to the socket FD. Importing torch and the package costs 2.3 seconds of
-CPU time, a fork some milliseconds. A forked process is like one from a shell: it has its own session, and the requested
-signals, standard streams, variables, folder, arguments and `__main__`. It ends by itself with its own exit code, output and
+CPU time, a fork some milliseconds. A forked process is like one from a shell: it has a new session, and the requested
+signals, standard streams, variables, folder, arguments and `__main__`. It ends by itself, with exit code, output and
 exit functions. Two things differ: its output is not buffered, and the interpreter is not torn down.
 
-Nothing may run beside the main thread when it forks: another thread's locks would stay locked in the child. So OpenMP and
-OpenBLAS get one thread before they are loaded, and /proc/self/task is looked at before each fork.
+Only the main thread may run at a fork: another thread's locks would stay locked in the child. So OpenMP and
+OpenBLAS get one thread before they are loaded, and the server reads /proc/self/task before each fork.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import contextlib
 import ctypes
 import gc
 import importlib
+import io
 import json
 import os
 import pickle
@@ -32,7 +33,7 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from tests import product
 
@@ -63,7 +64,7 @@ def _preload() -> None:
 
 def _leave_loaded() -> None:
     """No child takes apart what the server has loaded: torch would deregister its operators one by one, at the exit of each.
-    What the child registers for its own end is still called."""
+    Exit functions that the child registers still run."""
     # As torch makes them. There is no public list of them; without one each child takes some milliseconds more.
     for info in getattr(weakref.finalize, "_registry", {}).values():
         info.atexit = False
@@ -92,13 +93,13 @@ def _threads() -> int:
 
 
 class Server:
-    """Accepts the requests of the processes of a test run, forks, and tells each process's end over the pipe that came with its request."""
+    """Accepts the requests of a test run's processes, forks, and reports each process's end over the pipe of its request."""
 
     def __init__(self, listener: socket.socket) -> None:
         self.listener = listener
         self.clients: list[socket.socket] = []
         self.running: dict[int, tuple[int, socket.socket]] = {}
-        """Process → the pipe that hears of its end, and who has asked for it."""
+        """Process → (the pipe for its end, the client that requested it)."""
         self._woken, waker = os.pipe()
         for end in (self._woken, waker):
             os.set_blocking(end, False)
@@ -128,10 +129,10 @@ class Server:
             self._leave(client)
             return None
         request = json.loads(message)
-        *streams, told = passed
+        *streams, pipe = passed
         if _threads() != 1:
-            os.write(told, f"refused the server has {_threads()} threads: what is preloaded started one\n".encode())
-            os.close(told)
+            os.write(pipe, f"refused the server has {_threads()} threads: what is preloaded started one\n".encode())
+            os.close(pipe)
         else:
             pid = os.fork()
             if pid == 0:
@@ -139,9 +140,9 @@ class Server:
                 for each in (self.listener, *self.clients):
                     each.detach()  # closed below
                 return become(request, streams)
-            self.running[pid] = told, client
-            with contextlib.suppress(BrokenPipeError):  # the test process is gone, which `_leave` hears next
-                os.write(told, f"started {pid}\n".encode())
+            self.running[pid] = pipe, client
+            with contextlib.suppress(BrokenPipeError):  # the test process is gone, which `_leave` handles next
+                os.write(pipe, f"started {pid}\n".encode())
         for stream in streams:
             os.close(stream)
         return None
@@ -151,15 +152,15 @@ class Server:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 return
-            told, _ = self.running.pop(pid)
+            pipe, _ = self.running.pop(pid)
             with contextlib.suppress(BrokenPipeError):  # no test waits any more
-                os.write(told, f"ended {os.waitstatus_to_exitcode(status)}\n".encode())
-            os.close(told)
+                os.write(pipe, f"ended {os.waitstatus_to_exitcode(status)}\n".encode())
+            os.close(pipe)
 
     def _leave(self, client: socket.socket) -> None:
-        """A test process is gone, perhaps killed: so is what it started, and with the last one the server."""
+        """Kills the processes of a test process that is gone. With the last client the server ends."""
         for pid, (_, by) in self.running.items():
-            for kill in (os.killpg, os.kill):  # a process that was forked just now has not its own group yet
+            for kill in (os.killpg, os.kill):  # a process that was forked just now has no group yet
                 with contextlib.suppress(ProcessLookupError):
                     if by is client:
                         kill(pid, signal.SIGKILL)
@@ -170,7 +171,7 @@ class Server:
 
 
 def become(request: dict[str, Any], streams: list[int]) -> Callable[[], None]:
-    """Makes a forked process like one from a shell, in its own session, and returns its work (`leave`).
+    """Makes a forked process like one from a shell, in a new session, and returns its work (`leave`).
 
     Args:
         request: its words, env and cwd; the signals that it blocks, if any.
@@ -186,6 +187,8 @@ def become(request: dict[str, Any], streams: list[int]) -> Callable[[], None]:
         signal.signal(number, signal.SIG_IGN)
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
+    for output in (sys.stdout, sys.stderr):  # the server's are unbuffered, and two ranks would mix their lines
+        cast(io.TextIOWrapper, output).reconfigure(line_buffering=True, write_through=False)
     os.closerange(3, os.sysconf("SC_OPEN_MAX") if os.sysconf("SC_OPEN_MAX") < 1 << 16 else 1 << 16)
     signal.pthread_sigmask(signal.SIG_SETMASK, request.get("blocked", []))
     os.environ.clear()
@@ -228,11 +231,11 @@ def _task(request: dict[str, Any]) -> Callable[[], None]:
 
 
 def _no_result(_: object) -> None:
-    """What a module leaves behind goes here, while the interpreter still stands."""
+    """Drops a module's globals while the interpreter still runs."""
 
 
 def _of_the_program(trace: TracebackType | None) -> TracebackType | None:
-    """Without the calls that lead to the program, which one from a shell does not show."""
+    """Returns the trace without the server's frames, which a program from a shell does not show."""
     ours = {_task.__code__.co_filename, runpy.run_path.__code__.co_filename}
     while trace is not None and trace.tb_frame.f_code.co_filename in ours:
         trace = trace.tb_next
@@ -240,7 +243,7 @@ def _of_the_program(trace: TracebackType | None) -> TracebackType | None:
 
 
 def leave(task: Callable[[], None]) -> NoReturn:
-    """Ends as the interpreter does, but for its own teardown, which frees what the server has loaded: that takes seconds."""
+    """Ends as the interpreter does, but without its teardown, which frees the server's modules and takes seconds."""
     code, interrupted = 0, False
     try:
         task()
@@ -256,8 +259,9 @@ def leave(task: Callable[[], None]) -> NoReturn:
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()
-    if interrupted:  # who waits for it is to see the signal
+    if interrupted:  # the waiting process has to see the signal
         atexit._run_exitfuncs()
+        sys.stdout.flush()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     product.leave(code & 0xFF)

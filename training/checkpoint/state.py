@@ -7,6 +7,7 @@ the optimizer keeps for them, are keyed by name. A parameter that several module
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .. import generators
+from ..data.pytree import mapped
 from ..observe.steps import StepClock
 from ..optim.ema import Ema
 from ..parallel.exchange import all_gather_trees, broadcast_tree, gather_trees, scatter_trees
@@ -25,19 +27,7 @@ from ..parallel.packing import split
 from ..parallel.world import World
 from ..sync.base import GradientSync
 
-_PLAIN = (
-    "steps",
-    "samples",
-    "data",
-    "logged",
-    "logged_in_epoch",
-    "measured",
-    "rates",
-    "groups",
-    "tables",
-    "began_with",
-    "variables",
-)
+_PLAIN = ("steps", "samples", "data", "logged", "logged_in_epoch", "measured", "rates", "groups", "tables", "variables")
 """Plain values of `UserState`, which are the same on every rank."""
 
 
@@ -91,8 +81,6 @@ class UserState:
         """Name of an optimizer → sha256 of the parameters in its groups from the script."""
         self.tables: dict[str, str] = {}
         """Name of a table in a module's attribute (`run/replica.py`) → its digest at replication."""
-        self.began_with: dict[str, float] = {}
-        """The learning rates at the first batch of the current epoch."""
         self.variables: dict[str, str] = {}
         """Name of a variable of the script that has changed (`run/variables.py`) → its digest at the save."""
         self.epoch_generators: dict[str, Any] | None = None
@@ -442,11 +430,8 @@ def _by_name(state: dict[str, Any], names: list[list[str]]) -> dict[str, Any]:
     Args:
         names: the parameter names of each group.
     """
-    name_of = {
-        number: name
-        for group, group_names in zip(state["param_groups"], names)
-        for number, name in zip(group["params"], group_names)
-    }
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    name_of = dict(zip(numbers, itertools.chain.from_iterable(names)))
     return {
         **state,
         "state": {name_of[key]: kept for key, kept in state["state"].items() if key in name_of},
@@ -479,11 +464,26 @@ def _load_optimizers(shared: dict[str, Any], state: TrainState) -> None:
             optimizer,
             [{**group, "params": [parameters[name] for name in group["params"]]} for group in saved["param_groups"]],
         )
-        numbered = _by_number(saved)
+        casts = {
+            name: parameters[name].dtype for name in names if parameters[name].dtype != shared["model"][name].dtype
+        }
+        states = {name: _as_dtype(kept, casts.get(name)) for name, kept in saved["state"].items()}
+        numbered = _by_number({**saved, "state": states})
         # A setting that the checkpoint does not have is the optimizer's own: its schedule, say, is new.
         live = optimizer.state_dict()["param_groups"]
         groups = [{**new, **old} for old, new in zip(numbered["param_groups"], live)]
         state.sync.load_optimizer_state(optimizer, {**numbered, "param_groups": groups})
+
+
+def _as_dtype(entries: dict[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:
+    """Returns the entries in the dtype of their parameter, if that is another one than in the checkpoint. `step` has its own."""
+    if dtype is None:
+        return entries
+
+    def cast(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+    return {name: value if name == "step" else mapped(value, cast) for name, value in entries.items()}
 
 
 def _by_number(saved: dict[str, Any]) -> dict[str, Any]:
@@ -499,7 +499,7 @@ def _by_number(saved: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def parameter_names(sync: GradientSync, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+def parameter_names(sync: GradientSync, optimizer: torch.optim.Optimizer, called: str = "optimizer") -> list[list[str]]:
     """Returns the names of the parameters in each of the optimizer's groups.
 
     Raises:
@@ -507,12 +507,13 @@ def parameter_names(sync: GradientSync, optimizer: torch.optim.Optimizer) -> lis
     """
     names = {id(parameter): name for name, parameter in _parameters(sync.model).items()}
     groups = sync.parameter_groups(optimizer)
-    strange = next((p for group in groups for p in group if id(p) not in names), None)
-    if strange is not None:
-        raise ValueError(
-            f"the optimizer has a parameter of shape {list(strange.shape)} that is not in the replicated model: put it into the model "
-            "before run.replicate()"
-        )
+    for number, (known, live) in enumerate(zip(groups, optimizer.param_groups)):
+        strange = next((parameter for parameter in (*known, *live["params"]) if id(parameter) not in names), None)
+        if strange is not None:
+            raise ValueError(
+                f"{called}.param_groups[{number}] has a parameter of shape {list(strange.shape)} that is not in the replicated model: put "
+                "it into the model, or, if a layer was replaced, take its old parameters out of the group and of optimizer.state"
+            )
     return [[names[id(parameter)] for parameter in group] for group in groups]
 
 

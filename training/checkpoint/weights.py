@@ -1,12 +1,9 @@
-"""Plain weight files: `training export` writes them, `init_from` reads them."""
+"""Plain weight files: `lockstep export` writes them, `init_from` reads them."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,17 +42,14 @@ def read(path: Path) -> dict[str, torch.Tensor]:
         return dict(value[inside[0]])
     holds = f"holds {' and '.join(map(repr, inside))}" if inside else "does not hold a state dict"
     raise UserError(
-        f"{path} {holds}: expected names and tensors, as `training export` writes them, or one state dict under "
+        f"{path} {holds}: expected names and tensors, as `lockstep export` writes them, or one state dict under "
         f"{' or '.join(map(repr, ENVELOPES))}"
     )
 
 
 def _is_state_dict(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and bool(value)
-        and all(isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in value.items())
-    )
+    entries = value.items() if isinstance(value, dict) else ()
+    return bool(entries) and all(isinstance(key, str) and isinstance(one, torch.Tensor) for key, one in entries)
 
 
 def assign(model: nn.Module, weights: dict[str, torch.Tensor], path: Path) -> None:
@@ -113,40 +107,3 @@ def evaluated_weights(gathered: dict[str, Any]) -> dict[str, torch.Tensor]:
     tensors = {**shared[weights], **mean_of([rank[buffers] for rank in ranks])}
     tensors |= {alias: tensors[name] for alias, name in shared["aliases"].items()}
     return {name: tensor for name, tensor in tensors.items() if name not in shared["transient"]}
-
-
-def write(weights: dict[str, torch.Tensor], path: Path, values: Mapping[str, Any] | None = None) -> None:
-    """Writes a plain state dict, completely or not at all: as safetensors if the name ends in `.safetensors`, else in torch's format.
-    The same weights and values give the same bytes.
-
-    Args:
-        weights: on the CPU.
-        values: values for the metadata of a safetensors file, such as a vocabulary or names of classes; those that JSON can hold.
-
-    Raises:
-        UserError: the file exists, or cannot be written.
-    """
-    if os.path.lexists(path):
-        raise UserError(f"{path} exists already: choose another file, or remove it")
-    try:
-        with files.replacing(path) as temporary, temporary.open("xb") as file:
-            if path.suffix == SAFETENSORS:
-                tensors = {name: weights[name].contiguous() for name in sorted(weights)}
-                file.writelines(store.tensor_file(tensors, _metadata(values or {})))
-            else:
-                torch.save({name: tensor.clone() for name, tensor in weights.items()}, file)
-            file.flush()
-            files.fsync(file.fileno())
-    except (OSError, RuntimeError) as error:
-        reason = getattr(error, "strerror", None) or (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"cannot write {path}: {reason}") from None
-
-
-def _metadata(values: Mapping[str, Any]) -> dict[str, str]:
-    texts = {}
-    for name, value in sorted(values.items(), key=lambda item: str(item[0])):
-        with contextlib.suppress(TypeError, ValueError):  # a tensor, a set, half a character, a number as name
-            text = json.dumps(value, ensure_ascii=False)
-            (name + text).encode()
-            texts[name] = text
-    return texts

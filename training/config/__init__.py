@@ -2,7 +2,7 @@
 
     config = load("bag_of_tricks", ["epochs=2", "optim.lr=1e-3"])
 
-`python -m lockstep.training settings` prints these docstrings. A field that is `Free` may change between two starts of one run.
+`lockstep settings` prints these docstrings. A field that is `Free` may change between two starts of one run.
 All others are part of the run's identity, and a run directory refuses a config in which they differ.
 """
 

@@ -6,8 +6,6 @@ means. Every mistake raises `UserError`: the setting's name, what pydantic says 
 
 from __future__ import annotations
 
-import ast
-import contextlib
 import copy
 import difflib
 import importlib
@@ -16,10 +14,10 @@ import json
 import os
 import re
 import sys
-import textwrap
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -177,18 +175,10 @@ def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Fiel
             yield from leaves(inner, f"{prefix}{name}.")
 
 
-def flatten(section: BaseModel, without: object = None, prefix: str = "") -> dict[str, Any]:
+def flatten(section: BaseModel, without: object = None) -> dict[str, Any]:
     """Dotted name → value. With `without`, not those of the fields that are annotated with it."""
-    flat: dict[str, Any] = {}
-    for name, field in type(section).model_fields.items():
-        value = getattr(section, name)
-        if without is not None and without in field.metadata:
-            continue
-        if isinstance(value, BaseModel):
-            flat |= flatten(value, without, f"{prefix}{name}.")
-        else:
-            flat[prefix + name] = value
-    return flat
+    names = (name for name, field in leaves(type(section)) if without not in field.metadata)
+    return {name: attrgetter(name)(section) for name in names}
 
 
 def dotted(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -200,48 +190,6 @@ def dotted(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{name}"] = value
     return flat
-
-
-def described(model: type[M]) -> type[M]:
-    """The model, whose settings and those of its groups have the text under them as their description.
-
-    The text is read only when it is printed: pydantic's own reading takes a fifth of every command's start.
-    """
-    texts: dict[str, str] = {}
-    for kind in reversed([one for one in model.__mro__ if issubclass(one, Section) and one is not Section]):
-        with contextlib.suppress(OSError, TypeError):  # a model that was made at run time has no source
-            (tree,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
-            assert isinstance(tree, ast.ClassDef)
-            for line, text in zip(tree.body, tree.body[1:]):
-                match line, text:
-                    case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(words))):
-                        texts[name] = inspect.cleandoc(words)
-    for name, field in model.model_fields.items():
-        field.description = texts.get(name, field.description)
-        for inner in models_in(field.annotation):
-            described(inner)
-    model.model_rebuild(force=True)
-    return model
-
-
-def models_in(hint: Any) -> Iterator[type[BaseModel]]:
-    """Yields the models that a field may hold, also within a list or as an alternative to null."""
-    if isinstance(hint, type) and issubclass(hint, BaseModel):
-        yield hint
-    for part in typing.get_args(hint):
-        yield from models_in(part)
-
-
-def documentation(model: type[BaseModel]) -> Iterator[tuple[str, str, Any, str]]:
-    """(dotted name, type, default, docstring) of each setting."""
-    for name, field in leaves(described(model)):
-        default = field.get_default(call_default_factory=True)
-        yield name, type_name(field.annotation), default, " ".join((field.description or "").split())
-
-
-def json_schema(model: type[BaseModel]) -> dict[str, Any]:
-    """JSON Schema of a YAML file that holds a `model`, for editors."""
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **described(model).model_json_schema()}
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -275,9 +223,8 @@ def explain(error: ValidationError, model: type[BaseModel], prefix: str) -> list
     for one in complaints[:MAX_COMPLAINTS]:
         kind, message, path = one["type"], one["msg"].removeprefix("Value error, "), list(one["loc"])
         cuts = (end for end in range(1, len(path)) if _is_union(bare(hints.get(".".join(map(str, path[:end]))))))
-        name = prefix + ".".join(
-            map(str, path[: next(cuts, None)])
-        )  # without pydantic's names for the members of a union
+        # Without pydantic's names for the members of a union.
+        name = prefix + ".".join(map(str, path[: next(cuts, None)]))
         if kind in unknown:
             known = {part for leaf in hints for part in leaf.split(".")}
             texts.append(f"unknown setting {name!r}{nearest(str(path[-1]), known)}")

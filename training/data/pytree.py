@@ -14,10 +14,13 @@ def to_device(item: Any, device: torch.device) -> Any:
     """Returns the same tree with its tensors on the device. An object with a method `to(device)` moves itself. All types stay."""
     if isinstance(item, torch.Tensor):
         return item.to(device, non_blocking=True)
-    if callable(getattr(item, "to", None)) and not isinstance(
-        item, type
-    ):  # PackedSequence, transformers' BatchEncoding, …
-        return _by_itself(item, device)
+    if callable(getattr(item, "to", None)) and not isinstance(item, type):
+        # PackedSequence, transformers' BatchEncoding, …
+        try:
+            moved = item.to(device, non_blocking=True)
+        except TypeError:  # a `to` that takes nothing but the device
+            moved = item.to(device)
+        return item if moved is None else moved  # it has moved itself
     if isinstance(item, (Mapping, list, tuple)):
         return _rebuilt(item, lambda value: to_device(value, device))
     if dataclasses.is_dataclass(item) and not isinstance(item, type):
@@ -28,14 +31,6 @@ def to_device(item: Any, device: torch.device) -> Any:
                 object.__setattr__(clone, field.name, moved)  # frozen ones, too
         return clone
     return item
-
-
-def _by_itself(item: Any, device: torch.device) -> Any:
-    try:
-        moved = item.to(device, non_blocking=True)
-    except TypeError:  # a `to` that takes nothing but the device
-        moved = item.to(device)
-    return item if moved is None else moved  # it has moved itself
 
 
 def _rebuilt(item: Any, change: Callable[[Any], Any]) -> Any:

@@ -128,19 +128,12 @@ def _write(stream: Stream, folder: Path, source: str) -> dict[str, Any]:
     }
 
 
-def cache_directory(data: Data) -> Path:
+def cache_directory(data: Data, stamps: sources.Stamps | None = None) -> Path:
     """Returns the folder of a source's cached shards: one for each (source, its files, options, split).
 
     Raises `UserError` if a user's function does not exist.
     """
-    return _cache_directory(data, _stamps(data))
-
-
-def _stamps(data: Data) -> sources.Stamps:
-    return sources.stamps(data.source, Path(data.root), data.options)
-
-
-def _cache_directory(data: Data, stamps: sources.Stamps) -> Path:
+    stamps = sources.stamps(data) if stamps is None else stamps
     parts = [1, data.source, data.options, data.split, *sources.code_of(data.source), stamps]
     name = re.sub(r"[^\w.]+", "-", data.source)
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
@@ -162,8 +155,8 @@ def prepare(data: Data) -> Manifest:
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(lock, timeout=PREPARE_SECONDS):
-            stamps = _stamps(data)  # before the files are read: others may replace them meanwhile
-            directory = _cache_directory(data, stamps)
+            stamps = sources.stamps(data)  # before the files are read: others may replace them meanwhile
+            directory = cache_directory(data, stamps)
             if not (directory / MANIFEST).exists():
                 stream = sources.stream(data)
                 directory = directory if stamps else cache_directory(data)  # a download has its files only now

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import os
 import re
 import shutil
@@ -20,13 +21,11 @@ import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
-from torch.distributed import DistError
-
 from lockstep.wire import payload
 from lockstep.wire.hangs import Hangs
 from lockstep.wire.signals import FORWARDED
 
+from .. import extras
 from ..cli import PROGRAM, Parser, count, positive
 from ..contract import (
     CHECKPOINTS,
@@ -44,7 +43,8 @@ from ..contract import (
     to_stderr,
 )  # fmt: skip
 from ..limits import LOST_LIVE_SECONDS, LOST_SECONDS
-from ..parallel.world import cores
+from ..parallel import stores
+from ..parallel.cores import cores
 from . import exec_rank
 from .coordinator import Coordinator
 from .ending import Attempts, cluster_code, exit_code
@@ -55,6 +55,7 @@ from .workers import Interrupted, handle, leave_while_waiting, nothing
 
 def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
     """Launches and returns the code for the cluster. Raises `UserError` for wrong arguments."""
+    extras.require("torch")  # on the only node it is imported when the ranks have been started
     env = os.environ if env is None else env
     args = _parse(argv, env)
     nodes = _meeting(args, env.get(ENV_SECRET, ""))
@@ -75,9 +76,8 @@ def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
     if not attempts.begin():
         to_stderr(f"launch: the job was restarted {args.max_restarts} times, as often as --max-restarts allows")
         return EXIT_FAILED
-    signal.signal(
-        signal.SIGCHLD, signal.SIG_DFL
-    )  # ignored, as a parent may have left it, it hides how ranks have ended
+    # Ignored, as a parent may have left it, it hides how ranks have ended.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     args.caught = tuple(number for number in FORWARDED if signal.getsignal(number) is not signal.SIG_IGN)
     with tempfile.TemporaryDirectory(prefix="lockstep-", ignore_cleanup_errors=True) as folder:
         note = Path(folder) / "run"
@@ -107,6 +107,7 @@ def _run(args: argparse.Namespace, nodes: Meeting, attempts: Attempts, hangs: Ha
         group = NodeAgent(args, nodes, attempts, hangs) if number else Coordinator(args, nodes, attempts, hangs, store)
         group.catch(began)
         if isinstance(group, NodeAgent):
+            assert store is not None
             ending = group.run(store, number)
             return group.settled(ending.code, {}), ending.final, ending.first == group.index
         codes = group.run()
@@ -120,15 +121,15 @@ def _run(args: argparse.Namespace, nodes: Meeting, attempts: Attempts, hangs: Ha
         code, why = EXIT_TIMED_OUT if over else EXIT_PREEMPTED, f"{what} before the ranks had started{again}"
     except CannotMeet as error:
         code, why, final = error.code, str(error), error.final
-    except DistError as error:
-        code, why = EXIT_FAILED, f"the store where ranks or nodes meet is lost: {str(error).splitlines()[0]}"
     except OSError as error:
-        code, why = EXIT_FAILED, f"a rank cannot be started: {error.strerror}"
+        code, why = EXIT_FAILED, f"a rank cannot be started: {error.strerror or error}"
+    except stores.lost() as error:
+        code, why = EXIT_FAILED, f"the store where ranks or nodes meet is lost: {str(error).splitlines()[0]}"
     to_stderr(f"launch: {why}")
     first = True
     if isinstance(group, Coordinator):
         group.note(code, why)
-        with contextlib.suppress(DistError):
+        with contextlib.suppress(*stores.lost()):
             first = group.part(code, (), final)
     return code, final, first
 
@@ -181,18 +182,16 @@ def _parse(argv: list[str], env: Mapping[str, str]) -> argparse.Namespace:
         parser.error("nothing to launch: add `run RECIPE …`, or `-- PROGRAM …`")
     if not args.live and (args.min_ranks or args.lost_seconds):
         parser.error("--min-ranks and --lost-seconds need --live")
-    args.min_ranks, args.lost_seconds = (
-        args.min_ranks or 1,
-        args.lost_seconds or (LOST_LIVE_SECONDS if args.live else LOST_SECONDS),
-    )
+    args.min_ranks = args.min_ranks or 1
+    args.lost_seconds = args.lost_seconds or (LOST_LIVE_SECONDS if args.live else LOST_SECONDS)
     args.ours = args.command[0] == "run"
     if args.command[0] == "--":
         args.command = args.command[1:] or parser.error("nothing after --")
     else:
         args.command = [sys.executable, "-u", "-m", "lockstep.training", *args.command]
     args.ranks = rank_count(args.ranks, args.command)
-    if args.live:
-        _check_live(args)
+    if args.min_ranks > (ranks := _node_count(args.nodes) * args.ranks):
+        raise UserError(f"--min-ranks {args.min_ranks}, but there are {ranks} ranks")
     return args
 
 
@@ -216,13 +215,6 @@ def _meeting(args: argparse.Namespace, secret: str) -> Meeting:
     )
 
 
-def _check_live(args: argparse.Namespace) -> None:
-    """Raises `UserError`."""
-    ranks = _node_count(args.nodes) * args.ranks
-    if args.min_ranks > ranks:
-        raise UserError(f"--min-ranks {args.min_ranks}, but there are {ranks} ranks")
-
-
 def _endpoint(env: Mapping[str, str]) -> str:
     if "PET_RDZV_ENDPOINT" in env:
         return env["PET_RDZV_ENDPOINT"]
@@ -242,10 +234,22 @@ def _serves(env: Mapping[str, str]) -> bool | None:
 def rank_count(text: str, command: list[str]) -> int:
     """Returns the number of ranks of `--ranks`: a number, or `auto`, the visible GPUs or else 2. Raises `UserError`."""
     if text == "auto":
-        return ("device=cpu" not in command and torch.cuda.device_count()) or 2
+        return ("device=cpu" not in command and _gpus()) or 2
     if not re.fullmatch(r"[1-9]\d{0,3}", text):
         raise UserError(f"--ranks must be a number from 1, or auto; got {text!r}")
     return int(text)
+
+
+def _gpus() -> int:
+    """Returns the number of visible GPUs. Without a driver there is none, and no need to import torch, which takes seconds."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        if not Path("/dev/kfd").exists():  # AMD's
+            return 0
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def _tell_saved(note: Path) -> None:

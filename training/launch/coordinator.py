@@ -34,14 +34,14 @@ class Coordinator(WorkerGroup):
     """The worker group of the first node, which decides which ranks run.
 
     Args:
-        store: the store of the rendezvous.
+        store: the store of the rendezvous; None: the job has one node.
     """
 
     index = 0
     """The index of this node."""
 
     def __init__(
-        self, args: argparse.Namespace, meeting: Meeting, attempts: Attempts, hangs: Hangs, store: SignedStore
+        self, args: argparse.Namespace, meeting: Meeting, attempts: Attempts, hangs: Hangs, store: SignedStore | None
     ) -> None:
         super().__init__(args, meeting, attempts, hangs)
         self._nodes = Nodes(store, meeting, ranks=args.ranks, lost_seconds=args.lost_seconds)
@@ -126,8 +126,19 @@ class Coordinator(WorkerGroup):
         """Rank that was lost with its node → a sentence about the loss."""
         self._overdue: set[int] = set()
         """Ranks that were killed at the end of the grace period."""
-        self._store = stores.tcp_store(self.meeting.address, 0, serves=True, seconds=STORE_SECONDS)
         self._begin()
+        address = self.meeting.address
+        # The ranks start first: the store needs torch, and both import it at the same time. Connections wait in the socket.
+        socket = stores.listening(address, 0)
+        if socket is not None:
+            self._begin_ranks(socket.getsockname()[1])
+        self._store = stores.tcp_store(address, 0, serves=True, seconds=STORE_SECONDS, socket=socket)
+        if socket is None:
+            self._begin_ranks(self._store.port)
+
+    def _begin_ranks(self, port: int) -> None:
+        """Starts the ranks, whose store has this port."""
+        self._port = port
         self._announce()
         self._stops = False
         self._send_what_came()
@@ -148,7 +159,7 @@ class Coordinator(WorkerGroup):
             round=f"{self._id}-{self.starts}",
             seats=self._nodes.slots,
             wanted=[(worker.rank, worker.replacement) for worker in workers],
-            master=(self.meeting.address, self._store.port),
+            master=(self.meeting.address, self._port),
             restarts=self._started_after,
             max_restarts=self._allowed,
             signal=self._ending_signal if over else self.signalled or 0,

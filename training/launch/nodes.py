@@ -26,11 +26,9 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from torch.distributed import HashStore, PrefixStore, Store
-from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
 
 from ..contract import ENV_SECRET, EXIT_FAILED, MASTER_PORT, UserError, to_stderr
 from ..limits import (
@@ -41,6 +39,9 @@ from ..limits import (
     STORE_SECONDS,
 )
 from ..parallel import stores
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 NODES_AT_ONCE = 16
 """Number of nodes above which each node reports, and is read, less often."""
@@ -83,6 +84,8 @@ class SignedStore:
     """
 
     def __init__(self, store: Store, name: str, secret: str) -> None:
+        from torch.distributed import PrefixStore
+
         self._name, self._store = name, PrefixStore(name, store)
         self._key = secret.encode(errors="surrogateescape")
 
@@ -149,11 +152,17 @@ class Meeting:
 
     @property
     def serves(self) -> bool:
-        return _matches_machine_hostname(self.host_and_port[0]) if self.host is None else self.host
+        if self.host is not None:
+            return self.host
+        from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
+
+        return bool(_matches_machine_hostname(self.host_and_port[0]))
 
     @property
     def host_and_port(self) -> tuple[str, int]:
         """(host, port) of the endpoint. Raises `UserError`."""
+        from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
         try:
             host, port = parse_rendezvous_endpoint(self.endpoint, MASTER_PORT)
             host.encode("idna")
@@ -162,13 +171,13 @@ class Meeting:
         return host, port
 
 
-def opened(wanted: Meeting) -> tuple[SignedStore, int]:
+def opened(wanted: Meeting) -> tuple[SignedStore | None, int]:
     """Returns (store, 0) if this node serves the store and decides, else the result of `joined`.
 
-    The only node of a job has the store in its memory. Raises `CannotMeet`.
+    The only node of a job needs no store. Raises `CannotMeet`.
     """
     if wanted.nodes == 1:
-        return _signed(wanted, HashStore(), 0)
+        return None, 0
     if not wanted.serves:
         return joined(wanted)
     if not wanted.secret:
@@ -348,12 +357,12 @@ class Nodes:
     """The first node's view of the other nodes. A job of one node has none.
 
     Args:
-        store: the store that this process serves, or has in its memory.
+        store: the store that this process serves; None: the job has one node.
         ranks: number of ranks of this node.
         lost_seconds: time without a new report after which a node is lost.
     """
 
-    def __init__(self, store: SignedStore, meeting: Meeting, *, ranks: int, lost_seconds: float) -> None:
+    def __init__(self, store: SignedStore | None, meeting: Meeting, *, ranks: int, lost_seconds: float) -> None:
         self._store, self._meeting, self._lost_seconds = store, meeting, lost_seconds
         self._others: dict[int, _Other] = {}
         self._asked, self._missing = 0, list[int]()
@@ -398,7 +407,8 @@ class Nodes:
 
     def announce(self, state: DesiredState) -> None:
         self._state = state.model_copy(update={"version": self._state.version + 1})
-        self._write()
+        if self._store is not None:
+            self._write(self._store)
 
     def look(self) -> NodeEvents:
         """Returns the news of the nodes that have a slot."""
@@ -461,39 +471,39 @@ class Nodes:
             self._look()
             time.sleep(NODE_LOOK_SECONDS)
 
-    def _write(self) -> None:
+    def _write(self, store: SignedStore) -> None:
         """Writes the desired state. The caller repeats it, since other clients of the store may have overwritten the state."""
-        self._store.set("open", "")
+        store.set("open", "")
         if self._state.version:
-            self._store.set("word", self._state.model_dump_json())
+            store.set("word", self._state.model_dump_json())
 
-    def _count(self) -> int:
+    def _count(self, store: SignedStore) -> int:
         """Returns the number of launchers that have come so far. Other clients of the store may have overwritten it."""
-        text = self._store.raw("count")
+        text = store.raw("count")
         if text.isdigit() and len(text) < 10 and 0 <= int(text) - self._asked <= self._max_new:
             return int(text)
-        self._store.set_count(self._asked)
+        store.set_count(self._asked)
         return self._asked
 
     def _has_slot(self, number: int) -> bool:
         return any(slot.number == number for slot in self.slots)
 
     def _look(self) -> None:
-        now, seconds = time.monotonic(), pace(self._meeting.nodes)
-        if self._meeting.nodes == 1 or now - self._looked < seconds / 2:
+        now, seconds, store = time.monotonic(), pace(self._meeting.nodes), self._store
+        if store is None or now - self._looked < seconds / 2:
             return
         # This process may have been stopped meanwhile, and its store with it.
         passed, self._looked = min(now - self._looked, 10 * seconds), now
-        self._write()
-        count = self._count()
+        self._write(store)
+        count = self._count(store)
         self._missing += range(self._asked + 1, count + 1)
         self._asked = count
         for number in self._missing:
-            if (report := self._store.document(f"report/{number}", Report)) is not None:
+            if (report := store.document(f"report/{number}", Report)) is not None:
                 self._others[number] = _Other(report)
         self._missing = [number for number in self._missing if number not in self._others][-self._max_new :]
         for number, other in list(self._others.items()):
-            report = self._store.document(f"report/{number}", Report)
+            report = store.document(f"report/{number}", Report)
             if report is not None and report.beat > other.report.beat:
                 other.report, other.silent, other.came = report, 0.0, now
             else:

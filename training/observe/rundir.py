@@ -20,10 +20,9 @@ import json
 import os
 import platform
 import sys
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,7 @@ from .. import contract, files
 from ..config import RunSettings, settings
 from ..contract import UserError, say
 from ..limits import DISK_LOOK_SECONDS, DISK_SECONDS, LOCK_AFTER_RESTART_SECONDS, LOCK_SECONDS, RUN_FILE_SECONDS
+from ..parallel.worker import Worker
 from ..parallel.world import World
 
 
@@ -49,11 +49,8 @@ class Background:
     """
 
     def __init__(self, name: str, late: Callable[[], None]) -> None:
-        self._name, self._late = name, late
-        self._change = threading.Condition()
-        self._waiting: deque[Callable[[], None]] = deque()
-        self._running = self._is_late = False
-        self._thread: threading.Thread | None = None
+        self._worker, self._late = Worker(name), late
+        self._stopped = self._is_late = False
 
     def run(self, task: Callable[[], None], seconds: float = DISK_SECONDS) -> bool:
         """Queues a task, which must not raise, and waits for it. Returns whether all tasks are done in time.
@@ -61,43 +58,23 @@ class Background:
         Args:
             seconds: longest wait; 0: none.
         """
-        with self._change:
-            self._waiting.append(task)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-                self._thread.start()
-            self._change.notify_all()
-            if seconds == 0 or self._is_late:
-                return False
-            while self._waiting or self._running:
-                if seconds <= 0:
-                    self._is_late = True
-                    break
-                began = time.monotonic()
-                self._change.wait(min(seconds, DISK_LOOK_SECONDS))
-                # A process that gets no CPU wakes late, and its disk is not to blame for that.
-                seconds -= min(time.monotonic() - began, DISK_LOOK_SECONDS)
+        hangs = self._is_late and self._worker.is_busy
+        done = self._worker.run(lambda: None if self._stopped else task())
+        if seconds == 0 or hangs:
+            return False
+        while seconds > 0 and not done.done():
+            began = time.monotonic()
+            wait([done], min(seconds, DISK_LOOK_SECONDS))
+            # A process that gets no CPU wakes late, and its disk is not to blame for that.
+            seconds -= min(time.monotonic() - began, DISK_LOOK_SECONDS)
+        self._is_late = not done.done()
         if self._is_late:
             self._late()
         return not self._is_late
 
     def stop(self) -> None:
         """Drops the tasks that have not begun."""
-        with self._change:
-            self._waiting.clear()
-
-    def _work(self) -> None:
-        while True:
-            with self._change:
-                self._running = False
-                if not self._waiting:
-                    self._is_late = False
-                self._change.notify_all()
-                while not self._waiting:
-                    self._change.wait()
-                task = self._waiting.popleft()
-                self._running = True
-            task()
+        self._stopped = True
 
 
 class RunDirectory:
@@ -149,9 +126,13 @@ class RunDirectory:
             files.remove_stale(path, (contract.RUN_FILE, contract.STATUS_FILE, contract.SUMMARY_FILE))
             brings(path)
             saved = read_run(path) if (path / contract.RUN_FILE).exists() else None
-            if saved is not None:
-                _refuse_another(path, saved["config"], config)
-            elif (path / contract.CHECKPOINTS).exists():
+            different = configuration.differences(saved["config"], config) if saved is not None else []
+            if different:
+                raise UserError(
+                    f"{path} holds a run with another config ({'; '.join(different)}): "
+                    "choose another --run-dir, undo the change, or start over with --fresh"
+                )
+            if saved is None and (path / contract.CHECKPOINTS).exists():
                 raise UserError(f"{path} has checkpoints but no {contract.RUN_FILE}: restore it, or use --fresh")
             if_refused.pop_all()
         run = cls(path, lock, saved)
@@ -188,9 +169,8 @@ class RunDirectory:
             {name: value for name, value in status.items() if type(value) is int} if isinstance(status, dict) else {}
         )
         self.attempt: int = before.get("attempt", 0) + 1
-        failed = (
-            "attempt" in before and before.get("code", contract.EXIT_FAILED) == contract.EXIT_FAILED
-        )  # killed: its code is null
+        # The code of a killed attempt is null.
+        failed = "attempt" in before and before.get("code", contract.EXIT_FAILED) == contract.EXIT_FAILED
         self.failures: int = max(0, before.get("failures", 0)) + failed
         self.step_before: int = before.get("step", 0)
 
@@ -321,15 +301,6 @@ def _usable(path: Path) -> Iterator[None]:
         raise UserError(f"{path} is in use by another run: wait for it, or choose another --run-dir") from None
     except OSError as error:
         raise UserError(f"cannot use the run directory {path}: {error.strerror}") from None
-
-
-def _refuse_another(path: Path, saved: RunSettings, config: RunSettings) -> None:
-    """Raises `UserError` if the config belongs to another run than the saved one."""
-    if different := configuration.differences(saved, config):
-        raise UserError(
-            f"{path} holds a run with another config ({'; '.join(different)}): "
-            "choose another --run-dir, undo the change, or start over with --fresh"
-        )
 
 
 def _locked(path: Path, seconds: float) -> filelock.FileLock:

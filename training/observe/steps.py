@@ -277,10 +277,6 @@ class SlowRank:
         """The last step that rank 0 has read of all ranks."""
         self.history = History([])
 
-    @property
-    def verdict(self) -> Verdict | None:
-        return self.history.verdict
-
     def step_done(self, last: int, measured: list[Times]) -> None:
         """Adds the times that have become known with a step, up to those of step `last`. Waits for nothing."""
         if self._world.size == 1:

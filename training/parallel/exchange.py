@@ -187,25 +187,19 @@ def raise_together(error: Exception | None, world: World) -> None:
     if not any_rank(error is not None, world):
         return
     code = error.code if isinstance(error, UserError) else 0
-    code, message = _summary(
-        all_gather_trees(None if error is None else [code, str(error) or type(error).__name__], world)
-    )
+    every = all_gather_trees(None if error is None else [code, str(error) or type(error).__name__], world)
+    failed = [(rank, *entry) for rank, entry in enumerate(every) if entry is not None]
+    message = failed[0][2]
+    same = [rank for rank, _, text in failed if text == message]
+    if len(same) < len(every):
+        message = f"rank {named(same)}: {message}"
+    code = min(code for _, code, _ in failed)  # 0: one is no `UserError`; 1 before 2: another start may help
     if not code:
         raise RuntimeError(message) from error
     shared = UserError(message)
     shared.shared = True
     shared.code = code
     raise shared from error
-
-
-def _summary(errors: list[Any]) -> tuple[int, str]:
-    """Returns (the exit code if all errors are `UserError`s, else 0; the message), from [exit code or 0, message] of each rank, or None."""
-    failed = [(rank, *error) for rank, error in enumerate(errors) if error is not None]
-    message = failed[0][2]
-    same = [rank for rank, _, text in failed if text == message]
-    if len(same) < len(errors):
-        message = f"rank {named(same)}: {message}"
-    return min(code for _, code, _ in failed), message  # 1 before 2: another start may help
 
 
 @contextlib.contextmanager

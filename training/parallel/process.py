@@ -154,14 +154,11 @@ def _looked() -> dict[str, tuple[str, str]]:
     threads = {}
     with contextlib.suppress(OSError):
         for task in os.listdir(_TASKS):
+            about = _TASKS / task
             with contextlib.suppress(OSError):  # it has just ended
-                if (_TASKS / task / "comm").read_text() == "pt_gloo_runloop\n":
-                    said = dict(
-                        line.split(":\t", 1)
-                        for line in (_TASKS / task / "status").read_text().splitlines()
-                        if "\t" in line
-                    )
-                    threads[task] = said["State"][:1], said["voluntary_ctxt_switches"]
+                if (about / "comm").read_text() == "pt_gloo_runloop\n":
+                    fields = dict(line.partition(":\t")[::2] for line in (about / "status").read_text().splitlines())
+                    threads[task] = fields["State"][:1], fields["voluntary_ctxt_switches"]
     return threads
 
 

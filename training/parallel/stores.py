@@ -1,7 +1,9 @@
-"""Key-value stores in which ranks and nodes meet. They listen on one address, not on every address of the machine.
+"""Key-value stores (torch's TCPStore) for the rendezvous of ranks and nodes. They listen on one address, not on all of the machine's.
 
 torch's TCPStore listens on all addresses and authenticates no client: a stranger who reaches the port reads, writes and deletes.
-With a bound socket it listens on that socket alone. No value is unpickled, and `said` checks a value before anything shows it.
+With a bound socket it listens on that socket alone. Lockstep unpickles no value. `said` validates a value before a message shows it.
+
+torch is imported by the first store, not with this module: before that the launcher starts its ranks.
 """
 
 from __future__ import annotations
@@ -14,60 +16,74 @@ import socket
 import sys
 import time
 from datetime import timedelta
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING
 
 from ..limits import LISTEN_SECONDS
 
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
 BACKLOG = 4096
-"""Connections that may wait to be accepted; the ranks of a large job come at once."""
+"""Length of the accept queue: the ranks of a large job connect at the same time."""
 
 SAID = 300
-"""Most characters of a store's text in a message to users."""
+"""Largest length of a text from the store in a message to users."""
 
 _ABSENT = "\0absent"
 
 
-def tcp_store(host: str, port: int, serves: bool, seconds: float, size: int | None = None) -> dist.TCPStore:
-    """Returns a store at `host:port`, which this process serves or only uses. Port 0: any free port.
+def tcp_store(
+    host: str, port: int, serves: bool, seconds: float, size: int | None = None, socket: socket.socket | None = None
+) -> dist.TCPStore:
+    """Returns a client of the store at `host:port`. With `serves` this process also hosts the store. Port 0: any free port.
 
-    If `host` is an address of this machine, and the only one of that name, the store listens on it alone. Otherwise torch listens on all
-    addresses.
+    If `host` resolves to one address, and it belongs to this machine, the store listens on that address alone. Otherwise torch listens
+    on all addresses.
 
     Args:
         seconds: time limit of each request to the store.
         size: number of ranks that use the store; None: unknown.
+        socket: the socket on which the store listens (`listening`), which this function closes; None: a new one.
     """
+    import torch.distributed as dist
+
     timeout = timedelta(seconds=seconds)
-    listener = _bound(host, port) if serves else None
     if not serves:
         _until_it_listens(host, port, min(seconds, LISTEN_SECONDS))
-    if listener is None:
+    elif socket is None:
+        socket = listening(host, port)
+    if socket is None:
         return dist.TCPStore(host, port, size, serves, timeout, wait_for_workers=size is not None, multi_tenant=True)
-    with listener:
-        listener.listen(BACKLOG)
-        port = listener.getsockname()[1]
-        descriptor = os.dup(listener.fileno())  # the store closes it
+    with socket:
+        port = socket.getsockname()[1]
+        descriptor = os.dup(socket.fileno())  # the store closes it
     return dist.TCPStore(
         host, port, size, True, timeout, wait_for_workers=size is not None, master_listen_fd=descriptor
     )
 
 
+def lost() -> tuple[type[Exception], ...]:
+    """Returns the class of torch's errors for a store that does not answer, and for a group that cannot be opened; () before the import."""
+    known = getattr(sys.modules.get("torch.distributed"), "DistError", None)
+    return () if known is None else (known,)
+
+
 def _until_it_listens(host: str, port: int, seconds: float) -> None:
-    """Waits until a process listens there, for this many seconds at most: torch then reports the error."""
+    """Waits until a process listens there, at most `seconds`. After that torch reports the error."""
     deadline, wait = time.monotonic() + seconds, 0.01
     while (left := deadline - time.monotonic()) > 0:
         try:
             socket.create_connection((host, port), left).close()
         except OSError:
             time.sleep(min(wait, left))
-            wait = min(2 * wait, 0.25)  # many ranks ask
+            wait = min(2 * wait, 0.25)  # many ranks poll
         else:
             return
 
 
-def _bound(host: str, port: int) -> socket.socket | None:
-    """Returns a socket bound to the only address of `host`; None: it has several, or an address that means another machine elsewhere."""
+def listening(host: str, port: int) -> socket.socket | None:
+    """Returns a socket that listens on the only address of `host`: clients may connect before a store serves them. None: the name has
+    several addresses, or one that means another machine elsewhere."""
     try:
         addresses = {
             (family, place[0]) for family, _, _, _, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -79,7 +95,7 @@ def _bound(host: str, port: int) -> socket.socket | None:
     if len(addresses) != 1:
         return None
     ((family, address),) = addresses
-    # A host name that its own /etc/hosts maps to 127.0.1.1 means another address elsewhere.
+    # A machine's /etc/hosts may map its own name to 127.0.1.1. Other machines resolve that name to another address.
     if ipaddress.ip_address(address).is_loopback and host not in ("localhost", address):
         return None
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -89,71 +105,72 @@ def _bound(host: str, port: int) -> socket.socket | None:
     except OSError:  # not an address of this machine (a service's, a NAT's), or the port is taken: torch says which
         listener.close()
         return None
+    listener.listen(BACKLOG)
     return listener
 
 
 def ended(rank: int) -> str:
-    """Returns the key, in the store without a prefix, at which the launcher records how a rank has ended."""
+    """Returns the key where the launcher writes how a rank has ended. This key and the following ones have no prefix."""
     return f"lockstep/ended/{rank}"
 
 
 def ready(rank: int) -> str:
-    """Returns the key there at which a rank reports that its loop has begun: from then on the others can continue without it."""
+    """Returns the key that a rank sets once its loop has begun. From then on the others can continue without it."""
     return f"lockstep/live/ready/{rank}"
 
 
 def generation(number: int) -> str:
-    """Returns the key there at which the launcher lists the ranks after a loss or an admission (JSON, in order); `number` is from 1."""
+    """Returns the key of generation `number` (from 1): the list of ranks after a loss or an admission (JSON, in order)."""
     return f"lockstep/live/generation/{number}"
 
 
 WAITING = "lockstep/live/waiting"
-"""The key there at which prepared replacements of lost ranks count themselves."""
+"""Counter of prepared replacements of lost ranks."""
 
 
 def prepared(replacement: int) -> str:
-    """Returns the key there at which a replacement, counted from 1, reports that it waits to be admitted."""
+    """Returns the key that replacement number `replacement` (from 1) sets when it waits for its admission."""
     return f"lockstep/live/prepared/{replacement}"
 
 
 def admission(number: int) -> str:
-    """Returns the key there at which the ranks ask, between two steps, for replacements that wait. At `…/answer` the launcher writes the
-    generation in which it has admitted them."""
+    """Returns the key where the ranks ask, between two steps, to admit waiting replacements. At `…/answer` the launcher writes the
+    generation with the admitted ranks."""
     return f"lockstep/live/admission/{number}"
 
 
 def admitted(replacement: int) -> str:
-    """Returns the key there at which the launcher tells a replacement by which admission, and in which generation, it is admitted."""
+    """Returns the key where the launcher writes the admission and the generation in which a replacement joins."""
     return f"lockstep/live/admitted/{replacement}"
 
 
 LEAVING = "lockstep/live/leaving"
-"""The key there at which ranks with a signal count themselves, after each has written its signal (`leaving`)."""
+"""Counter of ranks that received a signal. Each rank first writes its signal (`leaving`)."""
 ENDING = "lockstep/live/ending"
-"""The key there at which the launcher announces that such a signal ends all ranks."""
+"""Key that the launcher sets if such a signal ends all ranks."""
 
 
 AGAIN = "lockstep/live/again"
-"""The key there at which a rank reports that it ends because the ranks cannot continue without a lost rank."""
+"""Key that a rank sets if it ends because the ranks cannot continue without a lost rank."""
 
 
 def leaving(rank: int) -> str:
-    """Returns the key there at which a rank reports its signal. At `…/alone` the launcher tells the rank to leave alone."""
+    """Returns the key where a rank writes its signal. The launcher sets `…/alone` if only this rank must leave."""
     return f"{LEAVING}/{rank}"
 
 
 def read(store: dist.Store, key: str) -> bytes:
     """Returns the value of a key; b"": the store has none.
 
-    `get` after `check` waits for the store's timeout if another client deletes the key in between. All threads of this process that use
-    the store wait with it. `compare_set` with a value that no client writes never waits, and sets nothing.
+    `compare_set` with a value that no client writes never blocks, and sets nothing. `check` and then `get` may block: if another client
+    deletes the key in between, `get` waits until the store's timeout. It also blocks all other threads that use the store.
     """
     value: bytes = store.compare_set(key, _ABSENT, _ABSENT)
     return b"" if value == _ABSENT.encode() else value
 
 
 def said(store: dist.Store, key: str, shape: str, most: int = SAID) -> str:
-    """Returns the text of a key, if it matches `shape`, a regular expression; "": another value or none.
+    """Returns the text of a key if it matches the regular expression `shape`, else "".
 
     Args:
         most: most characters of the text.
@@ -170,16 +187,18 @@ def numbers(store: dist.Store, key: str) -> list[int]:
 
 def without_prefix(store: dist.Store) -> dist.Store:
     """Returns the underlying store of a store that prefixes each key with the group's name."""
+    import torch.distributed as dist
+
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store
 
 
 def meet(store: dist.Store, key: str, count: int, seconds: float, waits: bool = True) -> None:
-    """Counts this rank at the key. Returns when `count` ranks are counted there, or after `seconds`.
+    """Adds 1 to the counter at the key. Returns when the counter is `count`, or after `seconds`.
 
     Args:
-        waits: whether to wait. Rank 0 may serve the store, so it waits until the others have read their keys.
+        waits: False returns at once. Rank 0 waits, since it may host the store, and the others must read it first.
     """
     counted, deadline = store.add(key, 1), time.monotonic() + seconds
     while waits and counted < count and time.monotonic() < deadline:
@@ -188,7 +207,7 @@ def meet(store: dist.Store, key: str, count: int, seconds: float, waits: bool = 
 
 
 def stay_on_this_machine() -> None:
-    """Makes gloo's and NCCL's sockets listen on the loopback interface, unless their variables are set: all ranks are on this machine."""
+    """Sets gloo's and NCCL's interface to loopback, unless their variables are set. For runs with all ranks on this machine."""
     interface = "lo" if sys.platform == "linux" else "lo0"
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(name, interface)

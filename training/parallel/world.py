@@ -18,7 +18,6 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -33,6 +32,7 @@ from ..contract import (
     user_errors,
 )
 from . import process, stores
+from .cores import cores
 from .live import World as World  # the module that users import
 
 
@@ -214,21 +214,6 @@ def first_host(text: str) -> str:
 _RANGES = r"\d{1,6}(-\d{1,6})?"
 _HOSTS = rf"(?:[^,\[\]]|\[{_RANGES}(?:,{_RANGES})*\])+"
 """Pattern of one name, or of the names of several nodes."""
-
-
-def cores() -> int:
-    """Returns the CPU cores that this process may use, by its affinity and the quota of its container."""
-    cgroup = Path("/sys/fs/cgroup")
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        if (cgroup / "cpu.max").exists():  # version 2: "200000 100000", or "max 100000"
-            quota, period = (cgroup / "cpu.max").read_text().split()[:2]
-        else:
-            quota, period = ((cgroup / "cpu" / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
-        limit = int(quota) / int(period)
-    except (OSError, ValueError, ZeroDivisionError):
-        return allowed
-    return max(1, min(allowed, int(limit))) if limit > 0 else allowed  # -1: no quota
 
 
 def set_threads(world: World, wanted: int, env: Mapping[str, str], exact: bool = False) -> str:

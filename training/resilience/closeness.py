@@ -4,7 +4,7 @@
     check_parameter_closeness(model)            # in a script of your own, after any step; every rank calls it
     lockstep run … --set check_closeness=100   # in any run
 
-Replicas that start equal and add the same gradients stay equal to the bit, whatever the strategy. A difference shows a gradient
+Replicas that start equal and apply the same gradients stay equal to the bit, under every strategy. A difference shows a gradient
 that was not summed, a seed that differs, or bad memory – long before the loss shows it.
 """
 
@@ -25,28 +25,27 @@ from ..parallel.packing import tensor_bytes
 from ..parallel.world import World
 
 BATCH_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-"""Buffers of batch norm, ours and torch's: they differ between ranks without SyncBatchNorm."""
+"""Buffers of batch norm, ours and torch's. Without SyncBatchNorm they differ between ranks, except under `exact`."""
 
 EACH_ALONE = (
-    "Each rank trains a model of its own where it changes weights by itself: in a loop of your own call the network that "
-    "replicate() returned, and change weights alike on all ranks"
+    "A rank has changed its weights alone: in your own loop call the network that replicate() returned, and make every other change "
+    "of weights on all ranks alike"
 )
 SAME_NUMBER = (
-    "A schedule that is given a number, such as ReduceLROnPlateau, needs the same one on all ranks: run.sum() adds up what "
-    "each has measured"
+    "A schedule that takes a metric, such as ReduceLROnPlateau, needs the same value on all ranks: combine the ranks' measurements "
+    "with run.sum()"
 )
 MOVED_APART = (
-    "differs between the ranks, since a step moves it by the samples of its rank. Statistics may, whose mean an evaluation takes. "
-    "What the loss is computed with, such as a codebook, must not: sum what moves it over the ranks with torch.distributed.all_reduce"
+    "differs between the ranks, because each rank updates it from its own samples. Statistics may differ: an evaluation takes their "
+    "mean. A buffer that the loss reads, such as a codebook, must not: sum its updates with torch.distributed.all_reduce"
 )
-SAME_BUFFERS = (
-    "Change a buffer alike on all ranks. What a rank moves by its samples it moves before the batch's step, or in it"
-)
-SAME_MODE = "Call train(), eval() and requires_grad_() on all ranks alike before a step"
+SAME_BUFFERS = "Change a buffer on all ranks alike. Update it from a rank's own samples only before the step of that batch, or inside it"
+SAME_MODE = "Before each step call train(), eval() and requires_grad_() on all ranks alike"
 
 
 class ReplicasDiffer(RuntimeError):
-    """A rank's model is not rank 0's. The message names the first tensor, in the model's order, and the ranks."""
+    """An error for ranks that differ in parameters, buffers, learning rates or modes. The message names the first difference and the
+    ranks."""
 
 
 @torch.no_grad()
@@ -76,8 +75,11 @@ def check_parameter_closeness(
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")  # exact in a float64
     if other := _unlike_rank_0(torch.tensor([digest], dtype=torch.float64, device=device)):
         # The broadcasts below would not match.
-        raise ReplicasDiffer(f"rank {', '.join(map(str, other))} has parameters of other names or shapes than rank 0")
-    difference = torch.tensor([-1.0, 0.0, 0.0], dtype=torch.float64)  # (index of the first one, its size, elements)
+        raise ReplicasDiffer(
+            f"rank {', '.join(map(str, other))} has parameters or buffers of other names, shapes or dtypes than rank 0"
+        )
+    # (index of the first tensor that differs, largest difference, number of elements)
+    difference = torch.tensor([-1.0, 0.0, 0.0], dtype=torch.float64)
     for index, (_, tensor) in enumerate(tensors):
         reference = tensor.detach().clone(memory_format=torch.contiguous_format)
         dist.broadcast(reference, 0)
@@ -118,7 +120,7 @@ def sums_of_bits(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def differing_ranks(of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
-    """Returns, by the name of a value of rank 0, the ranks that have another one, or lack it.
+    """Returns name → ranks whose value differs from rank 0's, or is missing. Only names that rank 0 has.
 
     Args:
         of_ranks: the values of each rank by their names.
@@ -164,7 +166,8 @@ def _tensors(model: nn.Module, batch_statistics: bool) -> Iterator[tuple[str, to
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if not batch_statistics and name.rsplit(".", 1)[-1] in BATCH_STATISTICS:
             continue
-        placements = getattr(tensor, "placements", None)  # a DTensor, without importing what takes most of a second
+        # Only a DTensor has it; to import DTensor takes most of a second.
+        placements = getattr(tensor, "placements", None)
         if placements is not None:
             if any(placement.is_shard() for placement in placements):
                 continue
@@ -173,9 +176,10 @@ def _tensors(model: nn.Module, batch_statistics: bool) -> Iterator[tuple[str, to
 
 
 def _unlike_rank_0(values: torch.Tensor) -> dict[int, list[float]]:
-    """Returns the values [n] of each rank whose first value differs from rank 0's. Gathers them only if a rank differs. Collective."""
+    """Returns rank → values [n], of ranks whose first value differs from rank 0's. Gathers values only if a rank differs. Collective."""
     both = torch.stack([values[0], -values[0]])
-    dist.all_reduce(both, dist.ReduceOp.MAX)  # the largest, and minus the smallest: the same where all are
+    # Maximum and negative minimum: they match only if all ranks have the same value.
+    dist.all_reduce(both, dist.ReduceOp.MAX)
     if both[0] == -both[1]:
         return {}
     gathered = [torch.empty_like(values) for _ in range(dist.get_world_size())]

@@ -6,6 +6,7 @@ and the batch, so every rank takes its backward pass once more without sending, 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -44,13 +45,7 @@ def _first_bad(model: nn.Module, losses: list[torch.Tensor]) -> str | None:
     for name, parameter in model.named_parameters():
         if not bool(torch.isfinite(parameter).all()):
             return f"parameter {name} is not finite"
-    if not all(bool(torch.isfinite(loss).all()) for loss in losses):
-        return f"loss is not finite{_first_gradient(model)}"
-    return _first_gradient(model).removeprefix(", ") or None
-
-
-def _first_gradient(model: nn.Module) -> str:
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
-            return f", gradient of {name} is not finite"
-    return ""
+    problems = [] if all(bool(torch.isfinite(loss).all()) for loss in losses) else ["loss is not finite"]
+    grads = ((name, parameter.grad) for name, parameter in model.named_parameters() if parameter.grad is not None)
+    bad = (f"gradient of {name} is not finite" for name, grad in grads if not bool(torch.isfinite(grad).all()))
+    return ", ".join([*problems, *itertools.islice(bad, 1)]) or None

@@ -35,6 +35,7 @@ from ..observe.steps import LossReader, SlowRank, Times, means
 from ..parallel import process
 from ..parallel.exchange import (
     all_gather_trees,
+    failing_together,
     is_same_on_all_ranks,
 )
 from ..parallel.live import Live, RestartRequired
@@ -56,6 +57,7 @@ from ..resilience.closeness import (
 from ..resilience.desync import DesyncDetector
 from ..resilience.preempt import Consensus, Decision
 from .replica import Buffers, Modes, learning_rates
+from .resume import Restored, misfits_explained
 from .run import Ended, Run
 from .saver import Saver
 from .unsaved import Unsaved
@@ -103,6 +105,8 @@ class Attempt:
         self.saver = Saver(run, self._alive)
         self.reading = LossReader(run.state.losses, run.world, of_all=run.state.of_all)
         self.unsaved = Unsaved(run)
+        self.restored: Restored | None = None
+        """The restored state, at the beginning of an epoch within which the run resumes. None once its batches begin."""
 
     @property
     def after_save(self) -> bool:
@@ -138,39 +142,33 @@ class Attempt:
         Raises:
             RestartRequired: rank 0 was lost, and this rank cannot open the run directory.
         """
-        run, world = self.run, self.run.world
+        run, world, step = self.run, self.run.world, self.run.user_state.steps
         if world.leader and run.directory is None:
             try:
                 run.take_over()
             except UserError as error:
                 raise RestartRequired(f"rank 0 was lost, and {error}: all ranks have to start again") from None
             assert run.directory is not None
-            listeners.attach(run.config, run.directory, run.user_state.steps)
+            listeners.attach(run.config, run.directory, step)
             self.saver.take_over()
         for rank, how in lost.items():
             if world.leader:
                 run.exporter.forget(rank)
-            run.event("rank_lost", step=run.user_state.steps, rank=rank, how=how)
+            run.event("rank_lost", step=step, rank=rank, how=how)
         for rank in joined:
-            run.event("rank_joined", step=run.user_state.steps, rank=rank)
+            run.event("rank_joined", step=step, rank=rank)
         run.goodput.regrouped(seconds)
-        run.event(
-            "regrouped",
-            step=run.user_state.steps,
-            world_size=world.size,
-            generation=world.generation,
-            seconds=round(seconds, 4),
-        )
+        run.event("regrouped", step=step, world_size=world.size, generation=world.generation, seconds=round(seconds, 4))
         if run.directory is not None:
             assert world.live is not None
             # The ranks now, and the ranks of the full group, with those that were lost and not replaced.
             run.directory.ranks = [world.size, world.size + len(world.live.lost)]
-            run.directory.status(None, "running", run.user_state.steps)
+            run.directory.status(None, "running", step)
         run.metrics.set("ranks", world.size)
         for ranks, what in ((sorted(lost), "lost"), (joined, "replaced")):
             if ranks:
                 run.console.line(
-                    f"Rank {named(ranks)} was {what} after step {run.user_state.steps}. Ranks that train now: {world.size}"
+                    f"Rank {named(ranks)} was {what} after step {step}. Ranks that train now: {world.size}"
                 )
 
     def _desynced(self, reason: str) -> None:
@@ -332,7 +330,7 @@ class Attempt:
 
     def _tell_slow_rank(self) -> None:
         """Reports the slow rank, if the verdict of `SlowRank` has changed."""
-        run, verdict, before = self.run, self.slow.verdict, self._named
+        run, verdict, before = self.run, self.slow.history.verdict, self._named
         self._named = None if verdict is None else (verdict.rank, verdict.phase)
         run.metrics.slow_rank(None if verdict is None else (verdict.rank, verdict.phase, verdict.share))
         plain = None if verdict is None else verdict.plain()
@@ -379,7 +377,8 @@ class Attempt:
         except ReplicasDiffer as error:
             done = self.run.user_state.steps
             raise Ended(
-                EXIT_FAILED, f"the {what} are not the same after step {done}: {error}. It is not saved. {remedy}"
+                EXIT_FAILED,
+                f"the {what} are not the same after step {done}: {error}. This state is not saved. {remedy}",
             ) from error
 
     def _rates(self) -> int:
@@ -451,22 +450,34 @@ class Attempt:
         self.saver.save()
         run.goodput.close()
 
+    def put_back(self) -> None:
+        """Undoes what the script has changed a second time since the beginning of an epoch, if the run resumes there. Collective."""
+        restored, self.restored = self.restored, None
+        if restored is not None:
+            with failing_together(self.run.world), misfits_explained():
+                restored.put_back()
+
     def _before_gather(self) -> None:
         """Finds the buffers and modes at the cursor, for a checkpoint or an admitted rank."""
         self.buffers.find()
         self.modes.find()
         self.run.state.evaluating = self.modes.evaluating()
 
-    def leave(self) -> None:
-        """Saves, and raises `Ended`, once the ranks have agreed to end early. Collective."""
+    def leave(self, saves: bool = True) -> None:
+        """Saves, and raises `Ended`, once the ranks have agreed to end early. Collective.
+
+        Args:
+            saves: False: the last checkpoint holds all steps.
+        """
         self.run.goodput.enter(TimeCategory.ENDING)
         self.saver.leaving()
         self.consensus.settle()
         self.tell_readings(wait=True)
         run, state = self.run, self.run.state
         state.clock.settle()
-        state.history["preemptions"] = state.history.get("preemptions", 0) + 1
-        self.save()
+        if saves:
+            state.history["preemptions"] = state.history.get("preemptions", 0) + 1
+            self.save()
         durable, step = self.saver.durable(), run.user_state.steps
         who = next(filter(None, all_gather_trees(self.consensus.reason, run.world)), "another rank")
         run.event("preempted", step=step, reason=who, saved=durable)

@@ -1,10 +1,10 @@
-"""Checks whether the loss of a batch is the mean over its samples, and whether the function of a step carries a state from one batch to
-the next. If a check fails, several ranks or a resume may give other weights than one process. It comes at the third step of a function,
-and in the first step of the epochs 2, 3, 5, 9 …, since a loss may have other terms by then.
+"""Checks whether the loss of a batch, and its gradient, are the mean over its samples, and whether the function of a step carries a state
+from one batch to the next. If a check fails, several ranks or a resume may give other weights than one process. It comes at the third step
+of a function, at its steps 16, 32, 64 …, and in the first step of the epochs 2, 3, 5, 9 …, since a loss may have other terms by then.
 
 The check calls the function in evaluation mode: twice with the same samples and random numbers, once with other random numbers, and with
-each half of the samples. The calls make no graph, unless the function raises without one: it may take a gradient. The check undoes the
-changes of the calls. If that is not possible, or the function raises, there is no warning.
+each half of the samples. It does so again in training mode, if there is no batch norm. If a call raises because of its gradient, only the
+losses are compared. The check undoes the changes of the calls. If that is not possible, or the function raises, there is no warning.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import dataclasses
 import math
 import types
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from ..config import Config
 from ..data import order, pytree
 from ..generators import RngScope
 from ..models.arithmetic import evaluating
+from ..sync.base import hooks_of_script
 from .replica import Replica
 from .run import Run
 from .step_input import Numbers, StepInput
@@ -31,9 +32,15 @@ from .undo import Undo, Unsafe
 
 CALL = 3
 """The step of a function at which it is checked. In its first step a loss may still be the same for all samples."""
+OFTEN = 16
+"""It is checked again at its steps 16, 32, 64 …: a run of one epoch may change its loss, too."""
 _ROUNDING = {torch.float64: 1e-8, torch.float32: 3e-5}
 """Relative difference between losses of the same samples in different batches, by dtype."""
 _ROUNDING_OF_LOW, _ROUNDING_OF_TF32 = 2e-2, 2e-3
+_SMALL = 1e-4
+"""Share of the loss: the product of the norms of a gradient and of the weights is larger, unless the gradient is zero but for rounding."""
+_OF_GRADIENT = 100
+"""Factor of the relative difference for gradients, in which the samples' own gradients may cancel."""
 _PASSED = {"Add", "Sub", "Neg", "Mul", "Div", "ToCopy", "View", "Squeeze", "Unsqueeze", "Alias", "Sum"}
 """Operations between a sum and the loss. A sum that is divided may be a mean."""
 _NO_SAMPLES = ("Mean", "Div", "Stack", "Cat")
@@ -41,6 +48,7 @@ _NO_SAMPLES = ("Mean", "Div", "Stack", "Cat")
 _MOST = 100
 
 Call = Callable[[StepInput, int, int], tuple[torch.Tensor, Numbers]]
+Gradient = tuple[torch.Tensor | None, ...]
 
 
 class BatchMean:
@@ -50,8 +58,8 @@ class BatchMean:
         self._run, self._replica = run, replica
         self._steps: Counter[Any] = Counter()
         """Steps of each function."""
-        self._has_loss = False
-        """Whether `look_at_loss` has seen a loss."""
+        self._losses = 0
+        """Losses that `look_at_loss` has seen."""
 
     def look(self, inputs: StepInput, call: Call, code: types.CodeType | None) -> None:
         """Counts the step, and warns once of its function. Waits for the device at the step of the check.
@@ -67,26 +75,49 @@ class BatchMean:
         self._warn_of_own_divisor(inputs)
         cursor = self._run.state.cursor
         is_new_epoch = not cursor.step and cursor.epoch > 0 and not cursor.epoch & (cursor.epoch - 1)  # 1, 2, 4, 8 …
-        is_due = self._steps[function] == CALL or is_new_epoch
+        count = self._steps[function]
+        is_due = count == CALL or is_new_epoch or (count >= OFTEN and not count & (count - 1))
         if not is_due or (inputs.part is not None and not inputs.part.samples):
             return
         sentence = ""
-        for with_graph in (False, True):
-            with contextlib.suppress(Exception):  # an error of the function's own comes again
-                sentence = self._compared(inputs, call, with_graph)
-                break
+        with contextlib.suppress(Unsafe):
+            for trains in (False, True):
+                sentence = sentence or self._tried(inputs, call, trains, is_first=self._steps[function] == 1)
         if sentence:
             self._run.warn(sentence, sentence.partition(":")[0])
 
+    def _tried(self, inputs: StepInput, call: Call, trains: bool, is_first: bool) -> str:
+        """Returns the result of `_compared`: of losses and gradients, or of losses alone if the gradients raise. Returns "" if the losses
+        raise, too: the step itself raises again.
+
+        Args:
+            is_first: whether the function has had no step. A strategy may prepare itself in its first backward pass.
+        """
+        has_hooks = next(hooks_of_script(self._replica.sync.model, self._replica.hooks), None) is not None
+        gradients = (False,) if is_first or has_hooks else (True, False)
+        for with_gradient in gradients:
+            with _passing(Unsafe):
+                return self._compared(inputs, call, trains, with_gradient)
+        return ""
+
     def look_at_loss(self, loss: torch.Tensor, inputs: StepInput, parts: int) -> None:
-        """Warns once of a loss, computed outside a function, that is a sum over its samples, or is divided by the number of parts.
+        """Warns once of a loss, computed outside a function, that is a sum over its samples, is divided by the number of parts, or leaves
+        samples out. Waits for the device at the losses 1, 2, 4, 8 … that are torch's for classes.
 
         Args:
             parts: into which `accumulate` cuts the batch; 0: it does not.
         """
-        if self._has_loss or isinstance(self._run.config, Config):
+        self._losses += 1
+        if self._losses & (self._losses - 1) or isinstance(self._run.config, Config):
             return
-        self._has_loss = True
+        if inputs.divisor is None and _leaves_out(loss.grad_fn, inputs.samples):
+            self._run.warn(
+                "the loss leaves samples or tokens out (ignore_index), or weighs classes, so its mean has another divisor on each rank, "
+                "and N ranks minimise another loss than one: take the sum (reduction='sum'), and give this rank's count as a tensor, "
+                "run.step(loss, divisor=(labels != -100).sum())"
+            )
+        if self._losses > 1:
+            return
         self._warn_of_own_divisor(inputs)
         if inputs.divisor is None and inputs.samples > 1 and _kind(loss.grad_fn, inputs.samples) == "sum":
             self._run.warn(
@@ -108,36 +139,50 @@ class BatchMean:
                 "divisor",
             )
 
-    def _compared(self, inputs: StepInput, call: Call, with_graph: bool) -> str:
+    def _compared(self, inputs: StepInput, call: Call, trains: bool, with_gradient: bool) -> str:
+        """Returns a warning about the function; "": there is none.
+
+        Args:
+            trains: whether the modules keep their modes, in place of evaluation mode.
+            with_gradient: whether to compare the gradients, too.
+        """
         assert inputs.compute is not None
         low, high = inputs.part.parts[0] if inputs.part is not None and inputs.part.parts else (0, inputs.samples)
         low, high = inputs.micro_batches(low, high)[0]
         run, multiple, kept = self._run, inputs.part.multiple if inputs.part is not None else 1, self._run.user_state
         seeds = [order.key(run.config.seed, run.user_state.steps, number, order.Salt.PROOF) for number in range(2)]
         undo, drawing = Undo(inputs.compute, inputs.batch), RngScope(run.world.device, every=True)
-        if with_graph and "backward" in undo.names:
-            raise Unsafe("a backward pass")
+        modules = [*self._replica.model.modules(), *undo.modules]
+        with_gradient = with_gradient and "backward" not in undo.names and bool(inputs.batch)
+        if trains and (_normalises(modules, trains) or not any(module.training for module in modules)):
+            return ""
+        weights = [p for p in self._replica.model.parameters() if p.requires_grad] if with_gradient else []
         dtypes: set[torch.dtype] = set()
 
-        def loss(first: int, end: int, seed: int) -> float:
+        def result(first: int, end: int, seed: int, weights: list[nn.Parameter] = weights) -> tuple[float, Gradient]:
             drawing.seed(seed)
             batch = pytree.cut(inputs.batch, first, end, inputs.samples, copies=True)  # the function may change it
-            given, _ = call(dataclasses.replace(inputs, batch=batch, samples=end - first), 0, end - first)
-            dtypes.add(given.dtype)
-            return float(given)
+            loss, _ = call(dataclasses.replace(inputs, batch=batch, samples=end - first), 0, end - first)
+            dtypes.add(loss.dtype)
+            # The graph may reach beyond the function, into what the step needs again.
+            gradient = torch.autograd.grad(loss, weights, retain_graph=True, allow_unused=True) if weights else ()
+            return float(loss), gradient
 
         with contextlib.ExitStack() as stack:
             stack.enter_context(drawing)
             stack.enter_context(undo.calls())
-            stack.enter_context(torch.set_grad_enabled(with_graph))
-            stack.enter_context(evaluating(nn.ModuleList([self._replica.model, *undo.modules])))
-            whole, again = loss(low, high, seeds[0]), loss(low, high, seeds[0])
+            stack.enter_context(torch.set_grad_enabled(with_gradient))
+            if with_gradient:
+                stack.enter_context(self._replica.sync.accumulate())  # a strategy prepares nothing for these passes
+            if not trains:
+                stack.enter_context(evaluating(nn.ModuleList([self._replica.model, *undo.modules])))
+            (whole, gradient), (again, _) = result(low, high, seeds[0]), result(low, high, seeds[0], [])
             if undo.drew:
                 raise Unsafe("numbers of its own")
             near = _rounding(dtypes, undo) * max(1.0, abs(whole), abs(again))
             if abs(whole - again) > near:
-                if undo.reaches([*kept.objects.values(), *kept.rank_objects.values()]):
-                    return ""  # a checkpoint has the state
+                if trains or undo.reaches([*kept.objects.values(), *kept.rank_objects.values()]):
+                    return ""  # a checkpoint has the state. In training mode a call may move a buffer, as spectral norm does
                 return (
                     "the function of a step carries a state from one call to the next: for the same samples and random numbers it gave "
                     f"the loss {whole:.6g}, then {again:.6g}. A start that resumes begins without this state, and each rank has its own: "
@@ -146,21 +191,70 @@ class BatchMean:
             # Both odd, if they can be: of two even halves each may have half of what a median, or the largest ones, take.
             half = (high - low) // 2 // multiple
             middle = low + (half - 1 + half % 2 or half) * multiple
-            noisy = abs(loss(low, high, seeds[1]) - whole) > near
+            other, gradient_of_other = result(low, high, seeds[1])
+            tolerance = _OF_GRADIENT * _rounding(dtypes, undo)
+            noisy = abs(other - whole) > near or _distance(gradient, (gradient_of_other,), (1.0,)) > tolerance
             if noisy or middle == low or not inputs.batch or _normalises(undo.modules):
                 return ""
-            halves = loss(low, middle, seeds[0]), loss(middle, high, seeds[0])
+            first, second = result(low, middle, seeds[0]), result(middle, high, seeds[0])
+        halves = first[0], second[0]
         is_sum = inputs.divisor is not None
         shares = (1.0, 1.0) if is_sum else ((middle - low) / (high - low), (high - middle) / (high - low))
         mean = sum(share * half for share, half in zip(shares, halves))
         near = _rounding(dtypes, undo) * max(1.0, *map(abs, (whole, *halves)))
-        if not math.isfinite(near) or abs(whole - mean) <= near:
+        if not math.isfinite(near):
             return ""
         kind = "sum" if is_sum else "mean"
+        if abs(whole - mean) > near:
+            return (
+                f"the loss of a batch is not the {kind} over its samples: {high - low} samples give {whole:.6g}, and their two halves "
+                f"{mean:.6g}. So N ranks minimise another loss than one. {_advice(inputs, whole, halves, near)}"
+            )
+        # In float16 small gradients would be lost.
+        apart = 0.0 if inputs.scaler is not None else _distance(gradient, (first[1], second[1]), shares)
+        if apart <= tolerance or _is_rounding(gradient, weights, whole):
+            return ""
         return (
-            f"the loss of a batch is not the {kind} over its samples: {high - low} samples give {whole:.6g}, and their two halves "
-            f"{mean:.6g}. So N ranks minimise another loss than one. {_advice(inputs, whole, halves, near)}"
+            f"the gradient of a batch is not the {kind} over its samples: that of {high - low} samples and that of their two halves "
+            f"differ by {apart:.2g} of their norm, though the loss is the {kind}. So N ranks take another step than one. A term that is "
+            "divided by its own value, or advantages that are whitened, depend on the samples of a rank: compute such numbers from the "
+            "whole batch, before run.part(), and pass them as arguments"
         )
+
+
+@contextlib.contextmanager
+def _passing(error: type[Exception]) -> Iterator[None]:
+    """Suppresses every error in the block, except errors of this class."""
+    try:
+        yield
+    except error:
+        raise
+    except Exception:  # noqa: BLE001 - the step itself raises a function's own error again
+        return
+
+
+def _distance(whole: Gradient, parts: tuple[Gradient, ...], shares: tuple[float, ...]) -> float:
+    """Returns the distance between a gradient and the weighted sum of others, in their norm; 0 if a gradient is not finite."""
+    apart, norm, norms = 0.0, 0.0, [0.0] * len(parts)
+    for gradients in zip(whole, *parts):
+        if any(one is not None and one.layout is not torch.strided for one in gradients):
+            continue  # sparse
+        like = next((one for one in gradients if one is not None), None)
+        if like is not None:
+            one, *others = (torch.zeros_like(like) if gradient is None else gradient for gradient in gradients)
+            weighted = [share * other.double() for share, other in zip(shares, others)]
+            apart += float((one.double() - sum(weighted)).square().sum())
+            norm += float(one.double().square().sum())
+            norms = [before + float(other.square().sum()) for before, other in zip(norms, weighted)]
+    scale = max(math.sqrt(norm), sum(map(math.sqrt, norms)))
+    return math.sqrt(apart) / scale if scale and math.isfinite(scale) and math.isfinite(apart) else 0.0
+
+
+def _is_rounding(gradient: Gradient, weights: list[nn.Parameter], loss: float) -> bool:
+    """Returns whether a gradient is so small that rounding may have made it: that of a student which still equals its teacher."""
+    strided = [one for one in gradient if one is not None and one.layout is torch.strided]
+    sizes = nn.utils.get_total_norm(strided) * nn.utils.get_total_norm(weights)
+    return float(sizes) < _SMALL * abs(loss)
 
 
 def _is_divided(node: Any, parts: int) -> bool:
@@ -171,6 +265,23 @@ def _is_divided(node: Any, parts: int) -> bool:
     inner = node.next_functions[0][0]
     is_sum = getattr(inner, "_saved_reduction", None) == 2
     return not (is_sum or type(inner).__name__.startswith(("Add", "Sum", "Stack")))
+
+
+def _leaves_out(graph: Any, samples: float) -> bool:
+    """Returns whether a graph ends in the mean of torch's loss for classes over weights, or over fewer labels than there are, but for as
+    many as `samples`."""
+    waiting, seen = [graph], set[Any]()
+    while waiting and len(seen) < _MOST:
+        node = waiting.pop()
+        seen.add(node)
+        name = type(node).__name__
+        if name.startswith("NllLoss") and node._saved_reduction == 1:
+            weight, count = node._saved_total_weight, node._saved_target.numel()
+            if min(abs(float(weight) - count), abs(float(weight) - samples)) > torch.finfo(weight.dtype).eps * count:
+                return True
+        elif name.rstrip("01").removesuffix("Backward") in _PASSED:
+            waiting += [inner for inner, _ in node.next_functions if inner is not None and inner not in seen]
+    return False
 
 
 def _kind(node: Any, samples: int, seen: dict[Any, str] | None = None) -> str:
@@ -213,8 +324,7 @@ def _rounding(dtypes: set[torch.dtype], undo: Undo) -> float:
     return max(_ROUNDING.get(dtype, _ROUNDING_OF_LOW) for dtype in dtypes)
 
 
-def _normalises(modules: list[nn.Module]) -> bool:
-    """Returns whether a batch norm has no running statistics. It then normalises each rank's batch anyway, in evaluation mode, too."""
-    return any(
-        isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None for module in modules
-    )
+def _normalises(modules: list[nn.Module], trains: bool = False) -> bool:
+    """Returns whether a batch norm takes the statistics of its batch: in training mode, and without running statistics in any."""
+    norms = (module for module in modules if isinstance(module, nn.modules.batchnorm._BatchNorm))
+    return any(module.running_mean is None or (trains and module.training) for module in norms)

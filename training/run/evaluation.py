@@ -7,11 +7,13 @@ the others divide the missing batches anew.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..contract import UserError
 from ..data import order
@@ -21,6 +23,8 @@ from ..data.pytree import to_device
 from ..generators import RngScope
 from ..parallel.exchange import all_gather_trees, raise_together
 from ..parallel.world import World
+from .bytecode import variables_of
+from .run import Run
 
 Sums = dict[str, torch.Tensor]
 """Name → sum, float64, 0-d or 1-d."""
@@ -32,6 +36,8 @@ TOGETHER = 4
 """Batches of a rank between two exchanges of results. An exchange takes about a millisecond."""
 ALONE = ""
 """The name of a result without a name."""
+_COPIES = weakref.WeakKeyDictionary[nn.Module, int]()
+"""Copy of a model that a script has → steps of the run when it was made."""
 _WANTED = (
     "the function of evaluate() gives sums over its samples, each a number, a tensor of at most one dimension, or a dict of "
     "them by names; it gave "
@@ -86,6 +92,28 @@ def summed(
                     )
                 known[batch] = sums
     return {name: _added([known[batch][name] for batch in range(count)]) for name in known[0]}
+
+
+def noted(network: nn.Module, run: Run) -> nn.Module:
+    """Returns a copy of the model, whose steps `check_copies` knows from now on."""
+    _COPIES[network] = _steps(run)
+    return network
+
+
+def _steps(run: Run) -> int:
+    """Returns the steps of the run; 0: its loop has not begun."""
+    return run.user_state.steps if hasattr(run, "user_state") else 0
+
+
+def check_copies(function: Callable[..., Any], run: Run) -> None:
+    """Warns if a function measures a copy of the model from before the last step."""
+    copies = [_COPIES[one] for one in variables_of(function) if issubclass(type(one), nn.Module) and one in _COPIES]
+    if copies and max(copies) < _steps(run):
+        run.warn(
+            f"run.evaluate() measures the model as it was after step {max(copies)}, and the run is at step {_steps(run)}: call "
+            "run.for_evaluation() before each evaluation, unless an earlier state is meant",
+            "copy",
+        )
 
 
 def _call(function: Callable[..., Any], batch: Any) -> Any:

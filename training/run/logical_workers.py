@@ -1,8 +1,8 @@
-"""The parts of a step under `sync.name=exact`: each is computed as if it were alone, and one tree adds up the results of all.
+"""Computes the parts of a step under `sync.name=exact` one by one, independently. One fixed binary tree adds up their results.
 
-A part begins with the batch statistics that the step began with, and with generators that are seeded by (seed, step, part). Afterwards
-the statistics are the mean over the parts, each weighted by its samples, added up in float64 in the tree of `sync/tree.py`. So is the
-loss. So neither depends on the number of ranks.
+Each part begins with the batch statistics from before the step. Its generators are seeded by (seed, step, part). The step's statistics
+and its loss are means over the parts, weighted by samples. The tree of `sync/tree.py` adds them up in float64. So they do not depend on
+the number of ranks.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ class LogicalWorkers:
         own: Any = replica.sync.settings.options.get("mean", ())
         self._names = {*BATCH_STATISTICS, *own}
         self.refused: UserError | None = None
-        """Why this rank refuses the step, such as a changed buffer without a rule for its mean over the parts. The rank then computes
-        nothing more: `finish` raises the error."""
+        """The error with which this rank refuses the step, such as a changed buffer that cannot be averaged over the parts. The rank then
+        computes nothing more, and `finish` raises the error."""
         self._sum: TreeSum | None = None
         self._epoch = -1
         """The epoch of the last batch."""
         self._after: torch.Tensor | None = None
-        """The batch statistics at the end of the last step, in this epoch. `end` sets them; None: no step of the epoch has ended."""
+        """The batch statistics after the last step of this epoch. `end` sets them; None: no step of the epoch has ended."""
         self._odd = torch.zeros(2, dtype=torch.bool, device=run.world.device)
-        """Since the host last read them: whether parts moved a count differently, and whether a rank refuses the step. On the device."""
+        """Two flags on the device, for the host's next read: parts changed a count by different amounts; a rank refuses the step."""
         self.proof: Proof | None = None
         """The proof of the step under way; None: the step has none. `begin` sets it."""
         self._call_is_first = False
@@ -64,7 +64,7 @@ class LogicalWorkers:
             sync.begin_parts(self._of)
 
     def begin_batch(self) -> None:
-        """Begins a batch. Draws and statistics from between two epochs, such as those of an evaluation, are not checked."""
+        """Begins a batch. Does not check random draws and statistics between two epochs, such as those of an evaluation."""
         if self._epoch != self.run.state.cursor.epoch:
             self._epoch, self._after = self.run.state.cursor.epoch, None
             self._drawing.watch()
@@ -84,15 +84,11 @@ class LogicalWorkers:
         """
         if self._drawing.drawn_between:
             self.run.warn(
-                "the script draws random numbers between two steps. Under sync.name=exact what is drawn for the samples of a batch belongs "
-                "into the function of run.step(function, …), where it is the same at every number of ranks"
+                "the script draws random numbers between two steps. Under sync.name=exact draw numbers for samples inside the function of "
+                "run.step(function, …): there they do not depend on the number of ranks"
             )
         buffers = dict(self.replica.model.named_buffers())
-        statistics = {
-            name: buffer
-            for name, buffer in buffers.items()
-            if name.rsplit(".", 1)[-1] in self._names or name in self._names
-        }
+        statistics = {name: one for name, one in buffers.items() if self._names & {name, name.rpartition(".")[2]}}
         self._means = {name: buffer for name, buffer in statistics.items() if buffer.is_floating_point()}
         self._counts = {name: buffer for name, buffer in statistics.items() if name not in self._means}
         self._before = {name: kept for name, kept in zip(buffers, before, strict=True) if name in statistics}
@@ -104,8 +100,8 @@ class LogicalWorkers:
         self.proof = Proof(model, refuse, others, self._before, after_save) if self.proves(after_save) else None
         if looks and self._after is not None and not torch.equal(self._after, self._values(statistics)):
             self.run.warn(
-                "batch statistics were changed between two steps. A forward pass of the network in training mode sees the samples of its "
-                "rank alone there, so that they depend on the number of ranks: call it in model.eval(), or take run.for_evaluation()"
+                "batch statistics changed between two steps. A forward pass there uses one rank's samples, so the statistics depend on the "
+                "number of ranks: call model.eval() before it, or use run.for_evaluation()"
             )
         self._sizes = [buffer.numel() for buffer in self._means.values()]
         counts = sum(buffer.numel() for buffer in self._counts.values())
@@ -134,11 +130,11 @@ class LogicalWorkers:
     def prove(
         self, part: int, result: Callable[[], tuple[torch.Tensor, Numbers]], inputs: StepInput, given: Callable[[Any], bool]
     ) -> None:  # fmt: skip
-        """Proves the function with the first part of this rank. `finish` raises an error of it on all ranks.
+        """Proves the function with this rank's first part. If the proof fails, `finish` raises the error on all ranks.
 
         Args:
             result: calls the function with the part's first samples.
-            given: whether `run.batches()` or `run.part()` has given an argument.
+            given: returns whether an argument comes from `run.batches()` or `run.part()`.
         """
         assert self.proof is not None
 
@@ -149,10 +145,11 @@ class LogicalWorkers:
         proof, sync = self.proof, self.replica.sync
         self.refused = self.refused or proof.look_at_arguments(inputs.batch, inputs.samples, self._total, given)
         self.refused = self.refused or proof.look_for_collectives(call)
-        self._note_versions(proof.alone)  # an error in that call has put buffers back
+        # If that call raised, `Step._loss` has restored the buffers, so their versions changed.
+        self._note_versions(proof.alone)
         if self.refused is None:
             error = proof.prove(call)
-            self._look_at_others(self._buffers())  # a better reason, where there is one
+            self._look_at_others(self._buffers())  # names a changed tensor, which says more than the error of the proof
             self.refused = self.refused or error
         sync.zero_grad()
         self._begin_parts()
@@ -161,7 +158,7 @@ class LogicalWorkers:
         """Restores the batch statistics from the start of the step, and seeds the generators of the part.
 
         Args:
-            sums: whether `take` follows, so that the part has no gradients yet.
+            sums: whether `take` follows. Then no parameter may have a gradient when the part begins.
         """
         self.restore()
         self.draw(part)
@@ -173,15 +170,15 @@ class LogicalWorkers:
 
     @contextlib.contextmanager
     def calling(self) -> Iterator[None]:
-        """Surrounds a call of the function. After the first call in a part it looks for gradients: no backward pass of ours has run yet."""
+        """Surrounds a call of the function. After a part's first call it refuses existing gradients: they are not of our backward pass."""
         with self.run.calling("run.step()"):
             yield
         first, self._call_is_first = self._call_is_first, False
         if first and self.refused is None and any(sync.has_gradients for sync in self._learning):
             names = [name for name, p in self.replica.model.named_parameters() if p.grad is not None]
             self.refused = self.replica.sync.refuse(
-                f"needs each gradient from the loss that the function returns, and {names[0]} has one before",
-                "add the losses up in the function in place of a backward() in it, and after a backward() between two steps call "
+                f"takes gradients only from the loss that the function returns, and {names[0]} already has a gradient",
+                "in the function return the sum of the losses, without backward(); after a backward() between two steps call "
                 "model.zero_grad()",
             )
 
@@ -208,7 +205,7 @@ class LogicalWorkers:
 
     @torch.no_grad()
     def take(self, part: int, share: float, sums: torch.Tensor) -> None:
-        """Adds the gradients, statistics and sums of a part that is computed.
+        """Adds the gradients, statistics and sums of a part that was just computed, not replayed.
 
         Args:
             share: the part's fraction of the global batch's samples.
@@ -221,7 +218,7 @@ class LogicalWorkers:
 
     @torch.no_grad()
     def collect(self, share: float, sums: torch.Tensor) -> list[torch.Tensor]:
-        """Returns the gradients and statistics of a part. A recorded part ends with this call. Arguments as in `take`."""
+        """Returns the gradients and statistics of a part. The CUDA graph of a part ends with this call. Arguments as in `take`."""
         gradients = [leaf for sync in self._learning for leaf in sync.collect()]
         return [*gradients, self._collect(self._tree(len(sums)), share, sums)]
 
@@ -234,7 +231,7 @@ class LogicalWorkers:
             sums: the number of sums over the samples.
         """
         for total, leaf in zip(self._totals(sums), collected, strict=True):
-            total.add(part, total.leaf().copy_(leaf))  # the next replay overwrites it
+            total.add(part, total.leaf().copy_(leaf))  # a copy: the next replay overwrites `collected`
 
     def _collect(self, tree: TreeSum, share: float, sums: torch.Tensor) -> torch.Tensor:
         buffers, before = self._buffers(), self._before
@@ -263,9 +260,10 @@ class LogicalWorkers:
 
     @torch.no_grad()
     def finish(self, totals: list[torch.Tensor]) -> torch.Tensor:
-        """Sets the gradients and the batch statistics from the totals. Returns the sums over all samples, float64. Collective if it raises.
+        """Sets the gradients and the batch statistics from the totals. Returns the sums over all samples, float64. If one rank raises, all
+        ranks raise together.
 
-        In a recording the host does not check the statistics: the next step that is not replayed checks them.
+        During a capture of a CUDA graph the host cannot read the flags: the next eager step reads them.
 
         Args:
             totals: the result of `reduce`, of any rank.
@@ -289,8 +287,8 @@ class LogicalWorkers:
             error = self.refused
             if error is None and unequal:
                 error = self.replica.sync.refuse(
-                    f"needs counts that every part moves alike ({', '.join(self._counts)})",
-                    "a layer that some parts of a batch leave out keeps other statistics at other numbers of ranks: use sync.name=flat",
+                    f"needs every part to change integer buffers by the same amount ({', '.join(self._counts)})",
+                    "a layer that some parts skip gets statistics that depend on the number of ranks: use sync.name=flat",
                 )
             raise_together(error, self.run.world)
         if self.proof is not None and not capturing(total):
@@ -305,14 +303,14 @@ class LogicalWorkers:
 
 
 def check_machine(run: Run, known: set[str]) -> None:
-    """Compares the ranks' machines before the first step of an attempt: threads, instruction set and libraries change bits, too.
-    Every checkpoint has the description of the machine. Collective.
+    """Compares the ranks' machines before the first step of an attempt: threads, instruction set and libraries also affect the
+    bits. Every checkpoint holds a description of the machine. Collective.
 
     Args:
         known: the checks of this attempt so far (`Attempt.known`).
 
     Raises:
-        UserError: on all ranks: a rank differs from the checkpoint or, in a new run, from rank 0. It could compute other bits.
+        UserError: on all ranks: a rank differs from the checkpoint or, in a new run, from rank 0. Its results may differ in the last bits.
     """
     if "machine" in known:
         return
@@ -322,17 +320,20 @@ def check_machine(run: Run, known: set[str]) -> None:
     before = saved or every[0]
     if other := [rank for rank, of_rank in enumerate(every) if _differences(before, of_rank)]:
         refused = UserError(
-            f"rank {named(other)} may compute other bits than {'the run before' if saved else 'rank 0'}, so that the run would end in "
-            f"other weights ({_differences(before, every[other[0]])}): undo the difference, or start over in another run directory"
+            f"the machine of rank {named(other)} differs from that of {'the checkpoint' if saved else 'rank 0'} "
+            f"({_differences(before, every[other[0]])}), so the run may end in other weights: undo the difference, or start over in "
+            "another run directory"
         )
         raise_together(refused, run.world)
     run.state.canary = every[0]
 
 
 def check_alone(run: Run) -> None:
-    """Kills this process, which the other ranks have admitted, if it computes other bits. The others then continue without it."""
+    """Kills this replacement rank if its machine computes other bits. The others then continue without it."""
     if run.state.canary and _differences(run.state.canary, machine(run.world.device)):
-        run.console.warn("this process computes other bits than the others, which continue without it")
+        run.console.warn(
+            "this rank's machine computes other bits than the others. The rank ends, and the others continue without it"
+        )
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -342,7 +343,8 @@ def _differences(before: dict[str, Any], now: dict[str, Any]) -> str:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Returns the properties of the machine that change bits. The digest shows the instruction set and the libraries' settings."""
+    """Returns the properties of the machine that affect the bits of results. The digest shows the instruction set, and how libraries are
+    set."""
     places = {torch.device("cpu"), device}  # samples are prepared on the CPU
     results = b"".join(arithmetic(place) for place in sorted(places, key=str))
     return {
@@ -354,7 +356,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def arithmetic(device: torch.device) -> bytes:
-    """Returns the results of a few operations on fixed numbers: sums over many elements, whose order follows from threads and
+    """Returns the results of a few operations on fixed numbers: large sums, whose order depends on threads and
     instruction set. They also cover the operations of optimizers, and numbers below float32's normal range."""
     x, y = _numbers(300_007, device), _numbers(300_007, device).flip(0)
     small = torch.full((8,), 1e-20, device=device)

@@ -10,20 +10,21 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NoReturn, TypeVar
 
 from .. import contract, files
-from ..contract import EXIT_DONE, EXIT_FAILED, UserError
+from ..config import Config
+from ..contract import EXIT_DONE, EXIT_FAILED, UserError, named
 from ..data.alike import check_alike_whole, digests
 from ..data.batches import Batches, ElasticBatches, Part, begun
 from ..data.pytree import to_device
 from ..observe.account import TimeCategory
 from ..parallel.exchange import all_gather_trees, broadcast_tree, is_same_on_all_ranks
 from ..parallel.world import World
-from ..resilience.closeness import fingerprint, sha256
+from ..resilience.closeness import sha256
 from ..resilience.desync import Place
 from ..sync.buckets import SentAlready
 from .attempt import FIRST_STEPS, Attempt
 from .recording import Recorder, obstacle
-from .replica import Replica, learning_rates
-from .resume import misfits_explained
+from .replica import Replica
+from .resume import Restored, misfits_explained
 from .run import Ended, Run
 from .step import STEPS, Step
 from .step_input import check_name
@@ -42,12 +43,15 @@ class Loop:
         self.epochs_planned: int | None = None
         self.steps_planned: int | None = None
         """The arguments of `epochs`; both None: the script has not called `epochs`."""
-        self._at_beginning: dict[str, Any] = {}
-        """The result of `_marks` at the start of an epoch that the run resumes within. Empty once its loop has begun."""
         self._left_at_last_step = False
         """Whether the last planned step lies within an epoch. A start with more steps resumes there."""
         self._epoch_is_through = False
         """Whether the loop over the batches of this epoch has ended, in this attempt."""
+        self._steps_of_batches = self._skipped = 0
+        """Steps of the run when it ended; passes of that loop without a step."""
+        self._is_recipe = isinstance(run.config, Config)
+        self._before_batches = True
+        """Whether the script's code before the batches is running, of the run or of an epoch. A start that resumes runs it again."""
         self._under_way: Iterator[Any] | None = None
         """The iterator of the loop under way; None: no loop is open."""
 
@@ -108,7 +112,7 @@ class Loop:
             )
         while not self.complete:
             self._tell_resumed()
-            self.attempt.unsaved.resumes("epochs", compares=not run.state.cursor.step)
+            self.attempt.unsaved.resumes("epochs", compares=run.user_state.epoch_generators is None)
             self._begin_epoch()
             yield run.state.cursor.epoch
             self._under_way = None
@@ -127,38 +131,15 @@ class Loop:
     def _begin_epoch(self) -> None:
         """Restores or captures the generators, so that a draw before the batches of an epoch repeats when the run resumes within it."""
         kept, cursor, device = self.run.user_state, self.run.state.cursor, self.run.world.device
-        if kept.epoch_generators is not None:  # the run resumes within this epoch, or before its first batch
+        self._before_batches = True
+        if kept.epoch_generators is not None:  # the run resumes within this epoch, or at its first batch
             with misfits_explained():
                 kept.restore(kept.epoch_generators, device)
-            self._at_beginning = self._marks() if cursor.step else {}
+            self.attempt.restored = Restored(self.run.state)
             return
         if self._saved_generators is not None and not cursor.step:
             self._resume_generators()
         kept.epoch_generators = kept.capture(device)
-
-    def _marks(self) -> dict[str, Any]:
-        """Returns the learning rates and a fingerprint of the weights, which a script may change at the start of an epoch."""
-        state = self.run.state
-        return {**self._rates(), "weights": fingerprint(state.model) if state.sync.is_replicated else 0}
-
-    def _rates(self) -> dict[str, float]:
-        rates = learning_rates(self.run.state.optimizers)
-        return {f"the learning rate of {name}": rate for name, rate in rates.items()}
-
-    def _warn_of_repeated(self) -> None:
-        """Warns if the script changes rates or weights before the batches of an epoch. A start that resumes within the epoch repeats
-        the change on the restored state."""
-        before, self._at_beginning = self._at_beginning, {}
-        now, kept = self._marks() if before else {}, self.run.user_state
-        # A rate that is set from the epoch is what it was when the epoch began: steps may have moved it since.
-        changed = [name for name, value in before.items() if now.get(name) not in (value, kept.began_with.get(name))]
-        if not self.run.state.cursor.step:
-            kept.began_with = self._rates()
-        if changed:
-            self.run.warn(
-                f"the script changes {changed[0]} between the beginning of an epoch and its batches. This start resumes within the epoch, "
-                "so that is done a second time: do it after the batches of the epoch before, or set a value that depends on the epoch alone"
-            )
 
     def _resume_generators(self) -> None:
         """Restores the generators of the checkpoint where the loop reaches its position: the draws continue as in an unbroken run."""
@@ -170,12 +151,23 @@ class Loop:
     def _end_epoch(self) -> None:
         """Reports the epoch, moves the cursor to the next epoch, and saves if a save is due. Raises `Ended`. Collective."""
         run, state, kept, config = self.run, self.run.state, self.run.user_state, self.run.config
+        if self._skipped and self._epoch_is_through and kept.steps > self._steps_of_batches:
+            run.warn(
+                "steps were taken after the last batch of their epoch: list(), sorted() or a generator that reads ahead takes batches "
+                "from the loop before their steps, and a checkpoint counts them as used. Make one step in each pass of the loop"
+            )
+        self.attempt.put_back()  # the script went over no batches
         state.clock.settle()
         self.attempt.tell_readings(wait=True)
         means = self.attempt.epoch_means()
         logged_only = bool(kept.logged_in_epoch) and not run.progressed
         reasons, unscored = zip(*all_gather_trees([self.attempt.consensus.final, logged_only], run.world), strict=True)
         if (reason := next(filter(None, reasons), None)) is not None:
+            if silent := [rank for rank, one in enumerate(reasons) if one is None]:
+                run.warn(
+                    f"run.stop() was called on some ranks only, not on rank {named(silent)}: if each rank decides from its own samples, "
+                    "N ranks stop elsewhere than one rank: combine the numbers with run.sum() first"
+                )
             state.history |= {"stopped": reason, "stopped_of": self.epochs_planned or self.steps_planned or 0}
         state.cursor.epoch, state.cursor.step, run.progressed = state.cursor.epoch + 1, 0, True
         kept.data, kept.epoch_generators, kept.cursor_generators = {}, None, None
@@ -191,6 +183,9 @@ class Loop:
         last, every_epoch = self.complete, config.checkpoint.every_steps == 0
         if last or every_epoch or self.attempt.saver.due_by_step() or self._best_is_due() or any(unscored):
             self.attempt.save()  # where one has only logged, the start before left during this evaluation
+        # An epoch without batches has no other place to leave at.
+        if self._before_batches and not last and self.attempt.poll().stop:
+            self.attempt.leave()
 
     def _best_is_due(self) -> bool:
         """Returns whether rank 0 has logged a score of these weights that is the best so far. Collective."""
@@ -202,8 +197,12 @@ class Loop:
         """Returns an iterator over the rest of the epoch. Raises `UserError` if the epoch was begun with other batches."""
         self._expect_data(batches.division.describe())
         batches.warn = self.run.warn
-        cursor, steps = self.run.state.cursor, batches.division.steps
-        given = ElasticBatches(batches, self.run.world, cursor.epoch, cursor.step)
+        cursor, steps, world = self.run.state.cursor, batches.division.steps, self.run.world
+        is_kept = self.run.user_state.has(getattr(batches.source, "dataset", None))
+        if cursor.step and not (batches.workers or self._is_recipe or is_kept):
+            with contextlib.closing(ElasticBatches(batches, world, cursor.epoch, 0)) as again:
+                self.attempt.unsaved.compare_first(next(again)[0])
+        given = ElasticBatches(batches, world, cursor.epoch, cursor.step)
         return self._between_boundaries(given, steps, length=steps)
 
     def iterate(self, loader: Iterable[Any], accumulate: int | None) -> Iterator[Any]:
@@ -220,9 +219,8 @@ class Loop:
         if accumulate is not None:
             given = _lists(given, accumulate)
         skipped, unsaved = deque(itertools.islice(given, passed), maxlen=1), self.attempt.unsaved
-        if getattr(loader, "num_workers", 0):
-            unsaved.compare_batch(*skipped)
-            given = unsaved.noting(given)
+        unsaved.compare_batch(*skipped)
+        given = unsaved.noting(given)
         length = None if length is None else -(-length // (accumulate or 1))
         return self._between_boundaries(((item, None) for item in given), length=length)
 
@@ -243,7 +241,8 @@ class Loop:
             ]
             raise UserError(
                 f"the run resumes after batch {step} of an epoch that was divided differently ({'; '.join(different)}): "
-                "undo the change, or start over in another run directory"
+                "undo the change, or start over in another run directory. A script whose dataset grows computes it from the epoch, "
+                "or keeps it in run.values and lets it grow after the batches"
             )
         self.run.user_state.data = about
 
@@ -263,9 +262,9 @@ class Loop:
                 "a loop over run.batches() or run.iterate() begins inside of another one, and a step belongs to one batch: put both "
                 "datasets into one, such as torch.utils.data.StackDataset(a, b), or go over the second loader itself"
             )
-        self._under_way = given
+        self._under_way, self._before_batches, self._skipped = given, False, 0
         self._tell_resumed()
-        self._warn_of_repeated()
+        self.attempt.put_back()
         self.attempt.unsaved.resumes("batches", compares=True)
         self._resume_generators()
         run.goodput.train()
@@ -281,7 +280,7 @@ class Loop:
                     # What is drawn from here on, in an evaluation, is drawn again after a resume; the modes are set again, too.
                     self.attempt.modes.hold()
                     run.user_state.cursor_generators = run.user_state.capture(run.world.device)
-                    self._epoch_is_through = True
+                    self._epoch_is_through, self._steps_of_batches = True, run.user_state.steps
                     if self._left_at_last_step:
                         self.attempt.unsaved.note_variables()
                     run.goodput.enter(TimeCategory.EVALUATION)
@@ -291,12 +290,17 @@ class Loop:
                     self.attempt.known.add("batch")
                 clock.data_ready()
                 step.begin_batch(part)
+                if part is not None and not run.state.cursor.step and not self._is_recipe:
+                    self.attempt.unsaved.note_first(item)
                 before, item = run.user_state.steps, to_device(item, run.world.device)
+                self.attempt.unsaved.given = item
                 step.current.begin(item, given)
                 yield item
                 clock.between()
                 step.end_batch()
+                self.attempt.unsaved.compare_kinds()
                 if run.user_state.steps == before:
+                    self._skipped += 1
                     self.attempt.desync.sync_point(Place.SKIPPED)
                 if length is not None:  # how many steps the script makes of a batch is known now
                     self._plan(length * (run.user_state.steps - before))
@@ -331,12 +335,18 @@ class Loop:
     def boundary(self, call: str = "") -> None:
         """Leaves if the ranks agreed to, except within a step: no checkpoint could hold its gradients. Raises `Ended`. Collective.
 
+        The script's code before the batches runs again after a resume, so a save within it would hold its changes twice. Left there,
+        the run resumes from the checkpoint before. If steps have been taken since, it leaves at the first batch.
+
         Args:
             call: the name of the script's call; "": the boundary is a part of another call.
         """
         self.attempt.desync.collective(call)
         if self.attempt.poll().stop and not self.step.pending:
-            self.attempt.leave()
+            if not self._before_batches:
+                self.attempt.leave()
+            elif not self.attempt.saver.steps_since:
+                self.attempt.leave(saves=False)
 
     # What the run tells.
 
@@ -370,8 +380,9 @@ class Loop:
             return ended
         except SentAlready as sent:  # of the script's own `backward`: `run.backward` says it otherwise
             raise RuntimeError(
-                f"a gradient came a second time: the step before had no run.update() ({STEPS}), or torch.utils.checkpoint calls a layer "
-                "again: give it use_reentrant=False"
+                f"a gradient came a second time: the step before had no run.update() ({STEPS}), or a step has two backward passes: add "
+                "their losses. For the gradient of an input call torch.autograd.grad(loss, x); for one that no step uses, take the copy of "
+                "run.for_evaluation(). If torch.utils.checkpoint calls a layer again, give it use_reentrant=False"
             ) from sent
 
     def _finish(self) -> NoReturn:

@@ -22,7 +22,7 @@ from torch import nn
 from .. import generators
 from ..contract import UserError, named
 from ..data import order, pytree
-from ..parallel.packing import tensor_bytes
+from ..parallel.packing import as_bytes, tensor_bytes
 from ..resilience.closeness import sums_of_bits
 from .undo import Watching
 
@@ -207,11 +207,7 @@ def text_of(value: Any, depth: int = _DEPTH) -> str | None:
     if isinstance(value, torch.Tensor):
         return _digest(value)
     if isinstance(value, np.ndarray):
-        return (
-            None
-            if value.dtype.hasobject
-            else _digest(torch.from_numpy(np.frombuffer(value.tobytes(), np.uint8).copy()))
-        )
+        return None if value.dtype.hasobject else _digest(as_bytes(value.tobytes()))
     if generators.is_generator(value):
         return hashlib.sha256(repr(generators.comparable(generators.state_of(value))).encode()).hexdigest()
     if not depth:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -14,9 +15,9 @@ import torch
 from torch import nn
 
 from .. import sync as strategies
-from ..checkpoint.state import averaged_buffers
+from ..checkpoint.state import averaged_buffers, parameter_names
 from ..config import Sync
-from ..contract import named
+from ..contract import UserError, named
 from ..optim.ema import Ema
 from ..parallel.exchange import all_gather_trees
 from ..parallel.names import unwrapped
@@ -112,6 +113,8 @@ class Replica:
         """The numbers of the hooks that the strategies have registered (`hooks_of`)."""
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self.ema: Ema | None = None
+        self._sizes: list[int] = []
+        """Parameters in each group of the optimizers, whose names `check_groups` has looked up."""
         self.model: nn.Module
         self.network: nn.Module
         self.sync: GradientSync
@@ -179,8 +182,15 @@ class Replica:
             raise ValueError(
                 f"optimizer(model=…) takes a network that replicate() returned; got a {type(network).__name__}"
             )
-        self.optimizers[name] = (self.sync if part is None else self._parts[part]).make_optimizer(build)
-        return self.optimizers[name]
+        optimizer = (self.sync if part is None else self._parts[part]).make_optimizer(build)
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty:
+            raise UserError(
+                f"{type(optimizer).__name__} computes the loss several times in a step, and run.step() computes it once: take an optimizer "
+                "whose step() needs no closure"
+            )
+        self.optimizers[name] = optimizer
+        return optimizer
 
     @functools.cached_property
     def together(self) -> tuple[torch.optim.Optimizer, ...]:
@@ -196,6 +206,14 @@ class Replica:
                         "give each its own parameters, or name those that step, run.step(…, optimizer=[…])"
                     )
         return tuple(self.optimizers.values())
+
+    def check_groups(self) -> None:
+        """Raises `ValueError` for a parameter of an optimizer that no checkpoint would hold. Looks only at groups whose sizes are new."""
+        sizes = [len(group["params"]) for _, group in named_groups(self.optimizers)]
+        if sizes != self._sizes:
+            for name, optimizer in self.optimizers.items():
+                parameter_names(self.sync, optimizer, name)
+            self._sizes = sizes
 
     def known(self, optimizers: tuple[torch.optim.Optimizer, ...]) -> tuple[torch.optim.Optimizer, ...]:
         """Returns the given optimizers, by default all. Raises `ValueError` for an optimizer that no checkpoint would hold, and if all

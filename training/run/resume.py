@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 import hashlib
 import os
 import sys
@@ -10,13 +12,15 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..checkpoint import store
-from ..checkpoint.state import UserState, parameter_names
+from ..checkpoint.state import TrainState, UserState, parameter_names
 from ..contract import ENV_LIVE, UserError, say
 from ..observe.metrics import Metrics
 from ..observe.rundir import RunDirectory
+from ..parallel.packing import pack
 from ..parallel.world import World
 from ..sync.base import GradientSync
 from .replica import named_groups
@@ -61,16 +65,9 @@ def misfits_explained() -> Iterator[None]:
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
         raise UserError(
             f"the checkpoint does not fit the model or its optimizer ({type(error).__name__}: {(str(error).splitlines() or [''])[0]}): "
-            "resume with the code that wrote it, or start over in another run directory"
+            "resume with the code that wrote it, or start over in another run directory. A script that changes the model after "
+            "run.replicate() makes the same change before it if run.resumed"
         ) from error
-
-
-def check_parameters(model: nn.Module, optimizers: dict[str, Any]) -> None:
-    """Raises `ValueError` for a parameter of an optimizer that no checkpoint would hold."""
-    known = {id(parameter) for parameter in model.parameters()}
-    for name, optimizer in optimizers.items():
-        if any(id(parameter) not in known for group in optimizer.param_groups for parameter in group["params"]):
-            raise ValueError(f"{name} has a parameter that is not in the replicated model: put it into the model")
 
 
 def check_live(sync: GradientSync, of_rank: Mapping[str, Any]) -> None:
@@ -124,3 +121,88 @@ class Made:
                 f"the script has changed the groups of parameters of {', '.join(changed)}, and those of the checkpoint hold: change them "
                 "after run.keep(), or start over in another run directory"
             )
+
+
+class Restored:
+    """A copy of the restored state of this rank, at the beginning of an epoch within which the run resumes.
+
+    The script's code between there and the batches runs a second time, on a state that has its changes already. `put_back` undoes its
+    second changes in place: the script may hold a group or a tensor. Until then an optimizer may be given a group that it has already.
+    """
+
+    def __init__(self, state: TrainState) -> None:
+        self._kept, optimizers = state.user_state, [*state.optimizers.values()]
+        models = [state.model, *([state.ema.average] if state.ema else [])]
+        modules = [module for model in models for module in model.modules()]
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        # Some keep a state that is no parameter's.
+        states = [one for optimizer in optimizers for one in optimizer.state.values()]
+        self._modes = [(module, module.training) for module in modules]
+        dicts: Iterator[Any] = (
+            one for module in modules for one in (module._modules, module._parameters, module._buffers)
+        )
+        self._dicts = [
+            (one, {**one})
+            for one in (*dicts, *groups, *states, *(optimizer.state for optimizer in optimizers))
+            if isinstance(one, dict)
+        ]
+        lists = (*(optimizer.param_groups for optimizer in optimizers), *(group["params"] for group in groups))
+        self._lists: list[tuple[list[Any], list[Any]]] = [(one, [*one]) for one in lists]
+        tensors = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
+        rates = [value for group in groups for name, value in group.items() if name != "params"]
+        tensors += [leaf for leaf in tree_leaves([states, rates]) if isinstance(leaf, torch.Tensor)]
+        self._tensors = [(tensor, tensor.requires_grad, _copy(tensor)) for tensor in tensors]
+        objects = (*self._kept.objects.values(), *self._kept.rank_objects.values())
+        # To ask a loader for its state may move it.
+        self._objects = [(one, _copy(one.state_dict())) for one in objects if not hasattr(one, "__iter__")]
+        self._values = [(one, _copy(one)) for one in (self._kept.values, self._kept.summary)]
+        for optimizer in optimizers:
+            known = {id(parameter) for group in state.sync.parameter_groups(optimizer) for parameter in group}
+            optimizer.add_param_group = functools.partial(_add, optimizer.add_param_group, known)  # type: ignore[method-assign]
+        self._optimizers = optimizers
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Restores this rank's state, where it has changed. Collective if `state_dict` or `load_state_dict` of a kept object is."""
+        for optimizer in self._optimizers:
+            del optimizer.add_param_group
+        for live, before in self._dicts:
+            live.clear()
+            live.update(before)
+        for items, before_items in self._lists:
+            items[:] = before_items
+        for module, mode in self._modes:
+            module.training = mode
+        for tensor, is_trained, copied in self._tensors:
+            if not torch.equal(tensor, copied.to(tensor.device)):
+                tensor.copy_(copied)
+            tensor.requires_grad_(is_trained)
+        for stateful, kept in self._objects:
+            if not _is_same(stateful.state_dict(), kept):
+                stateful.load_state_dict(kept)
+        for values, copied in self._values:
+            same = {name: value for name, value in values.items() if name in copied and _is_same(value, copied[name])}
+            values.clear()
+            values.update({**copied, **same})
+
+
+def _is_same(tree: Any, other: Any) -> bool:
+    return torch.equal(pack({"": tree}), pack({"": other}))
+
+
+def _copy(tree: Any) -> Any:
+    """Returns a copy in the memory of the host. A tensor that is sharded over the ranks stays on its device."""
+
+    def of_tensor(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().clone() if hasattr(tensor, "placements") else tensor.detach().to("cpu", copy=True)
+
+    return copy.deepcopy(tree_map_only(torch.Tensor, of_tensor, tree))
+
+
+def _add(add: Callable[[dict[str, Any]], None], known: set[int], group: dict[str, Any]) -> None:
+    """Adds a group to an optimizer that does not have all its parameters already."""
+    parameters = group["params"]
+    parameters = [parameters] if isinstance(parameters, torch.Tensor) else [*parameters]
+    unknown = [one for one in parameters if id(one[1] if isinstance(one, tuple) else one) not in known]
+    if unknown or not parameters:
+        add({**group, "params": parameters})

@@ -159,6 +159,9 @@ class Run:
                     raise
                 raise _not_together(error) from error
             self._stack = stack.pop_all()
+        # After the session the script draws on: the next session of a search would else repeat the draws after this one.
+        for generator in generators.of_process(self.world.device).values():
+            self._stack.callback(generators.set_state, generator, generators.state_of(generator))
         # Alike on all ranks: an order that the script draws is the same one everywhere.
         generators.seed(settings.seed)
         return self.world
@@ -246,7 +249,7 @@ class Run:
             state.user_state.add({name: thing for name, thing in things.items() if id(thing) not in ours})
             state.user_state.add(of_rank, of_rank=True)
             resume.check_live(replica.sync, of_rank)
-            resume.check_parameters(replica.model, replica.optimizers)
+            replica.check_groups()
         made = resume.Made(replica.sync, replica.optimizers)
         anew = self._restore(state)
         replica.sync.zero_grad()

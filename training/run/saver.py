@@ -21,7 +21,7 @@ from typing import Any
 from ..checkpoint import store
 from ..checkpoint.object_store import ObjectStore, TakenOver
 from ..checkpoint.state import gather
-from ..checkpoint.store import KeepBest, Rule, SaveResult, Worker, Writer
+from ..checkpoint.store import KeepBest, Rule, SaveResult, Writer
 from ..contract import UserError, say
 from ..limits import (
     BUCKET_LOOK_SECONDS,
@@ -32,6 +32,7 @@ from ..limits import (
     SAVE_LOOK_SECONDS,
 )
 from ..parallel.exchange import any_rank, failing_together
+from ..parallel.worker import Worker
 from .run import Run
 
 WRITES = 2.0
@@ -256,9 +257,8 @@ class Saver:
         gathered = gather(self.run.state)
         self.last_step, self._last_time = self.run.user_state.steps, time.monotonic()
         self._lost = False
-        if (
-            self._writer is not None and gathered is not None and not self._hangs
-        ):  # else it would wait for the save that hangs
+        # While a save hangs, another one would wait for it.
+        if self._writer is not None and gathered is not None and not self._hangs:
             self._future = self._writer.save(
                 self.run.user_state.steps, gathered, self.scores.of(self.run.user_state.steps)
             )

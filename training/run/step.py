@@ -28,6 +28,7 @@ from ..parallel.exchange import all_gather_trees
 from ..resilience import divergence
 from .attempt import Attempt
 from .batch_mean import BatchMean
+from .bytecode import code_of
 from .logical_workers import LogicalWorkers, check_alone, check_machine
 from .replica import Replica, Several, kept_buffers, put_back
 from .run import Run
@@ -41,7 +42,6 @@ from .step_input import (
     count_scaled_step,
     set_scale,
 )
-from .variables import code_of
 
 T = TypeVar("T")
 STEPS = "call run.step(loss) in place of loss.backward() and optimizer.step(), or run.backward(loss) and run.update()"
@@ -83,7 +83,7 @@ class Step:
         """Versions of the gradients after `backward`, if a rank has some of them only. A changed gradient has a higher one in `update`."""
         self._counted = True
         """Whether the cursor is beyond the batch under way: `begin_batch` clears it, `_count` sets it."""
-        self._stand_in: contextlib.ExitStack | None = None
+        self._stand_in = contextlib.ExitStack()
         """A context of evaluation mode, open while this rank's part has no sample. `set_part` opens it, `end_batch` or `_end` closes it."""
         self._before: list[torch.Tensor] = []
         """Copies of the buffers before the step, to undo it. `begin_batch` makes them, and `take` for a step that is a function."""
@@ -130,8 +130,7 @@ class Step:
     def set_part(self, part: Part | None) -> None:
         """Sets this rank's part of the global batch, if known. A rank without a sample runs the network on a stand-in batch."""
         self.part = part
-        if part is not None and part.samples == 0 and not part.num_parts and not self._stand_in:
-            self._stand_in = contextlib.ExitStack()
+        if part is not None and part.samples == 0 and not part.num_parts:
             # The rank still runs the network, to join the collectives of backward: a stand-in batch times zero, which must move no
             # running statistics.
             self._stand_in.enter_context(evaluating(self.replica.model))
@@ -141,7 +140,7 @@ class Step:
         self._check_pending("batch")
         self._count()
         self.part = None
-        self._end_stand_in()
+        self._stand_in.close()
 
     def _count(self) -> None:
         """Moves the cursor beyond the batch, once: at its update, so that a script that leaves there resumes after it."""
@@ -168,11 +167,6 @@ class Step:
                 f"the {what} ends with gradients that no update() has used: call run.update() once for each batch, after its last "
                 "backward(). To accumulate, go over run.iterate(loader, accumulate=k) and run.accumulate(batches)"
             )
-
-    def _end_stand_in(self) -> None:
-        if self._stand_in is not None:
-            self._stand_in.close()
-            self._stand_in = None
 
     # A step that is given as a function.
 
@@ -465,6 +459,8 @@ class Step:
         inputs = inputs.of_part(self.part, whole=not self._accumulating)
         samples = 0 if inputs.part is not None and inputs.part.samples == 0 else inputs.samples
         self._batch_mean.look_at_loss(loss, inputs, self._accumulating)
+        part = inputs.part
+        self.attempt.unsaved.is_uneven |= part is not None and part.samples * self.run.world.size != part.total
         if not self.pending:  # an error may have ended the step before
             self._forget()
             self._total = None
@@ -482,9 +478,8 @@ class Step:
 
     def _versions_now(self) -> list[int]:
         sync = self.replica.sync
-        return (
-            [gradient._version for gradient in sync.gradients()] if sync.shards_gradients and sync.is_replicated else []
-        )
+        some_only = sync.shards_gradients and sync.is_replicated
+        return [gradient._version for gradient in sync.gradients()] if some_only else []
 
     def update(self, inputs: StepInput) -> None:
         """Moves the weights with the optimizers, the clipping and the scaler of `inputs`. Collective.
@@ -524,7 +519,7 @@ class Step:
     def _end(self, total: int | None, norm: torch.Tensor | None) -> None:
         """Ends the step, which may have moved no weight: counts steps and samples, and reports it."""
         run = self.run
-        self._end_stand_in()
+        self._stand_in.close()
         self.current.end_step()
         self.attempt.stage = 0
         run.user_state.steps += 1
@@ -552,8 +547,10 @@ class Step:
                 self.replica.sync.scale_gradients(torch.tensor(1.0 / self._total, device=self.run.world.device))
 
     def _check_use(self, part: Part | None, samples: int) -> None:
-        """Warns if all ranks use all of the same batch, or of hooks at the start and after a save. Raises as `check_lengths`."""
+        """Warns if all ranks use all of the same batch, or of hooks at the start and after a save. Raises as `check_lengths` and
+        `Replica.check_groups`."""
         self.current.check_lengths()
+        self.replica.check_groups()
         if not self.pending and self.attempt.after_save and (self._cuts or not self.replica.sync.is_replicated):
             hooked = self.replica.hook_before_sum()
             if hooked is not None:

@@ -1,5 +1,5 @@
-"""Warns of state of a script that a save loses: the script trains it outside its session, or it changes and is in no checkpoint, or it
-differs between ranks.
+"""Warns of script state that a checkpoint does not hold, or that differs between ranks: optimizers and weights outside the session,
+and changed variables.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from ..parallel.exchange import all_gather_trees, is_same_on_all_ranks
 from ..parallel.names import plain, plain_name
 from ..parallel.packing import storage, storages
 from ..resilience.closeness import differing_ranks, fingerprint, first_of, sums_of_bits
-from .proof import attributes_of, text_of
+from .proof import text_of
 from .replica import tables_of
 from .run import Run
-from .variables import LIST, Reached, Variables, beginning, counting, reached, reads, tables
+from .variables import LIST, Reached, Variables, beginning, counting, marks_in_model, reached, tables
 
 T = TypeVar("T")
 SCORES = ("accuracy", "loss")
-"""Endings of a score's name. Other logged numbers may differ between ranks: a time, a rate, a memory size."""
+"""Suffixes of logged names whose values must be equal on all ranks. Other numbers may differ: a time, a rate, a memory size."""
 _MENDS = {
-    "the model's attribute": "make it a buffer (register_buffer), or draw it by a fixed seed",
-    "the variable": "draw it inside `with Session(…)`, which seeds all ranks and starts alike, or seed before it",
+    "the model's attribute": "make it a buffer (register_buffer), or create it from a fixed seed",
+    "the variable": "create it inside `with Session(…)`, which seeds all ranks and starts alike, or set a seed before",
 }
-"""Kind of a table → what to do about it."""
+"""Kind of a constant tensor → remedy."""
+_GENERATOR, _BEFORE = "torch's generator", "torch's generator before the loop"
 NAMES = 12
 """Names in one warning, at most."""
-_LAST_BATCH = "the last batch on {} ranks"
+_LAST_BATCH, _FIRST_BATCH = "the last batch on {} ranks", "the first batch on {} ranks"
 
 
 class Unsaved:
-    """The checks at the start of the loop and at each save, which warn of each thing once. Variables are inspected at the first save, the
-    second, the fourth, and so on."""
+    """The checks at the start of the loop and at each save. Each warning appears once. They inspect variables at the saves 1, 2, 4, 8 …."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -53,7 +53,7 @@ class Unsaved:
         self._resuming = {"epochs", "batches"} if run.resumed else set[str]()
         """The loops that have not begun since the run resumed."""
         self._settings: dict[str, Any] | None = None
-        """The settings in the models' attributes at the first save. Only a first pass may set some, such as the longest sequence."""
+        """Plain attributes at the first save (`marks_in_model`). A first forward pass may set some, such as the longest sequence."""
         self.logged: dict[str, float] = {}
         """Numbers that this rank has logged since the last save."""
         self.code: types.CodeType | None = None
@@ -61,9 +61,19 @@ class Unsaved:
         self.samples = 0
         """This rank's samples of that step."""
         self._batch: tuple[Any, list[int]] | None = None
-        """The last batch of a loader with worker processes, and the versions of its tensors. None: the loop has no such loader."""
+        """The last batch of a loader of `run.iterate`, and the versions of its tensors. None: the loop has no such loader."""
+        self._first = run.user_state.variables.get(_FIRST_BATCH.format(run.world.size))
+        """Digest of the first batch of an epoch of `run.batches`."""
+        self.given: Any = None
+        """The batch that the script has."""
+        self._kinds_due, self._kinds_before = run.resumed, run.user_state.variables
+        """Whether functions, classes and hooks are still to be compared with their digests in the checkpoint; these digests."""
         self._moved: dict[str, str] = {}
-        """Digests of the variables that this rank has changed, from `note_variables` to the next look."""
+        """Variable that this rank has changed, and that ranks must agree on, from `note_variables` to the next look → digest."""
+        self.is_uneven = False
+        """Whether a step was computed outside a function, of other numbers of samples on other ranks."""
+        self._generator = _generator()
+        """torch's generator when the loop began."""
 
     def look(self) -> None:
         """Runs the checks of a save, and warns. Collective."""
@@ -71,7 +81,7 @@ class Unsaved:
         self.looks += 1
         outside: list[str] = []
         if self.looks & (self.looks - 1) == 0:
-            outside += trained_outside(state, reached(state)) if self.looks == 1 else []
+            outside += trained_outside(state, reached(state))
             outside += [_moves(name, value) for name, value in self._variables.moving()]
         sentences = {sentence: sentence for sentence in [*outside, *self._changed_settings()]}
         if world.size > 1 and not is_same_on_all_ranks(mine := self._alike(), world):
@@ -81,12 +91,14 @@ class Unsaved:
             self._run.warn(sentence, about)
 
     def note_variables(self) -> None:
-        """Notes the script's variables and its last batch for a checkpoint, or for an admitted rank."""
-        changed = [*self._variables.changed(self.samples)]
-        self._moved = {name: text for name, text, is_compared in changed if is_compared}
+        """Notes the script's variables and its last batch for a checkpoint, or for a replacement rank that joins."""
+        changed = [*self._variables.changed(self.samples, self.given)]
+        self._moved = {name: text for name, text, is_shared in changed if is_shared}
         noted = {name: text for name, text, _ in changed}
         if self._batch is not None and self._batch[1] == _versions(self._batch[0]):  # else the script has changed it
             noted[_LAST_BATCH.format(self._run.world.size)] = _print_of_batch(self._batch[0])
+        if self._first is not None:
+            noted[_FIRST_BATCH.format(self._run.world.size)] = self._first
         self._batch, self._run.user_state.variables = None, noted
 
     def noting(self, batches: Iterator[T]) -> Iterator[T]:
@@ -96,8 +108,8 @@ class Unsaved:
             yield batch
 
     def compare_batch(self, skipped: Any = None) -> None:
-        """Warns if a loader with worker processes does not repeat the batches that the run skips as it resumes. Such processes have
-        generators of their own, which no checkpoint has.
+        """Warns if a loader does not repeat the batches that the run skips as it resumes. Worker processes have generators of their own,
+        which no checkpoint has, and an order may depend on the weights.
 
         Args:
             skipped: the last of the batches; None: there is none.
@@ -105,8 +117,22 @@ class Unsaved:
         before = self._run.user_state.variables.get(_LAST_BATCH.format(self._run.world.size))
         if skipped is not None and before not in (None, _print_of_batch(skipped)):
             self._warn_here(
-                "run.iterate(loader) skips the batches that were used before, and the loader gives other ones now: let its processes "
-                "draw from torch's generators, which are seeded anew in each epoch, or keep the loader itself (run.keep_of_rank)"
+                "run.iterate(loader) skips the batches that were used before, but the loader does not repeat them: unless it makes each "
+                "from the weights as they are then, use only torch's generators in its worker processes, which are seeded in each epoch, "
+                "keep an order that depends on the weights in run.values, or keep the loader (run.keep_of_rank)"
+            )
+
+    def note_first(self, batch: Any) -> None:
+        """Notes the first batch of an epoch of `run.batches`."""
+        self._first = _print_of_batch(batch)
+
+    def compare_first(self, batch: Any) -> None:
+        """Warns if the first batch of the epoch within which the run resumes is another one than before."""
+        if self._first not in (None, _print_of_batch(batch)):
+            self._warn_here(
+                "the dataset of run.batches() has other samples than when this epoch began, so the run does not resume exactly, unless "
+                "they depend on run.steps or on what is kept: keep what they are computed from, such as labels from earlier weights, in "
+                "run.values"
             )
 
     def resumes(self, over: str, compares: bool) -> None:
@@ -114,76 +140,83 @@ class Unsaved:
 
         Args:
             over: the loop that begins: `epochs` or `batches`.
-            compares: whether the loop continues where the save was, so that the script's variables are to have the values of the save.
+            compares: whether the loop continues exactly at the save. Then the script's variables must have their values from the save.
         """
         run = self._run
-        if over in self._resuming:  # on each rank, since the state of a kept object may be a collective
-            names = self._variables.differing(run.user_state.variables) if compares else []
-            if names:
-                listed = ", ".join(names[:NAMES]) + (f" and {len(names) - NAMES} more" if len(names) > NAMES else "")
-                self._warn_here(
-                    "variables of the script have other values than at the save that this start resumes from, and no checkpoint has "
-                    f"them: {listed}. Put what training reads into run.values or run.keep(), or compute it from run.steps or the epoch"
-                )
+        if over in self._resuming:  # on all ranks: `state_dict()` of a kept object may be a collective
+            self._warn_of(self._variables.differing(run.user_state.variables, kinds=False) if compares else [])
             if (name := counting()) is not None:
                 self._warn_here(
-                    f"{name}() goes over run.{over}(), and this start resumes: what {name}() counts, or takes besides, begins anew. Take "
-                    "the epoch from run.epochs() and the step from run.steps, and put a second dataset into the first (StackDataset)"
+                    f"{name}() goes over the loop of the {over}, and this start resumes: its count and other iterables begin anew. Use "
+                    "the epoch of run.epochs() and run.steps, and combine two datasets with StackDataset"
                 )
         self._resuming -= {"epochs", "batches"} if compares else {over}
 
+    def compare_kinds(self) -> None:
+        """Warns once of functions, classes and hooks that differ from the save. After a batch, since a script may set them from the epoch
+        or from `run.steps`."""
+        if self._kinds_due:
+            self._kinds_due = False
+            self._warn_of(self._variables.differing(self._kinds_before, kinds=True))
+
+    def _warn_of(self, names: list[str]) -> None:
+        if names:
+            listed = ", ".join(names[:NAMES]) + (f" and {len(names) - NAMES} more" if len(names) > NAMES else "")
+            self._warn_here(
+                f"these variables differ from their values at the save, and no checkpoint has them: {listed}. Put values that training "
+                "reads into run.values or run.keep(), or compute them from run.steps or the epoch"
+            )
+
     def _warn_here(self, sentence: str) -> None:
-        """Warns on rank 0, and on a rank that was admitted: the others do not resume then."""
+        """Warns on rank 0, and on a replacement rank. When a replacement joins, it alone resumes."""
         if self._run.world.leader:
             self._run.warn(sentence)
         elif self._run.world.replacement:
             say(f"warning: rank {self._run.world.rank}: {sentence}", sys.stderr)
 
     def _alike(self) -> dict[str, str]:
-        """Returns the call that requires equal values on all ranks → a digest of its value, or the logged number."""
+        """Returns call or variable → digest of its value, or the logged number. These values must be equal on all ranks."""
         kept = self._run.user_state
         objects = {f"run.keep({name}=…)": _print_of(stateful.state_dict()) for name, stateful in kept.objects.items()}
         values = {f"run.values[{name!r}]": _print_of(value) for name, value in kept.values.items()}
         scores = (*SCORES, Rule.of(self._run.config.checkpoint.keep_best).name)
         logged = {name: value for name, value in self.logged.items() if name.endswith(scores)}
         moved, self._moved = self._moved, {}
-        variables = {f"the variable {name}": text for name, text in moved.items() if reads(self.code, name)}
+        variables = {
+            f"the variable {name}": text for name, text in moved.items() if self._variables.is_read(self.code, name)
+        }
+        if self.is_uneven:
+            variables |= {_GENERATOR: _generator(), _BEFORE: self._generator}
         numbers = {f"run.log({name}=…)": f"{value:.4g}" for name, value in logged.items()}
         return {**objects, **values, **variables, **numbers}
 
     def _changed_settings(self) -> Iterator[str]:
-        """Yields a warning for numbers, switches and texts in attributes of models and optimizers that have changed, each once."""
-        model = self._run.state.model
-        values = {plain_name(model, name): value for name, value in attributes_of(model)}
-        for name, optimizer in self._run.state.optimizers.items():
-            values |= {f"{name}.{key}": value for key, value in vars(optimizer).items() if key[0] != "_"}
-        now = {
-            name: value for name, value in values.items() if type(value) in (bool, int, float, str) and value == value
-        }
+        """Yields a warning for plain attributes of models, parameters, hooks and optimizers that have changed, each once."""
+        now = marks_in_model(self._run.state)
         before = self._settings = now if self._settings is None else self._settings
         if names := [name for name, value in before.items() if now.get(name, value) != value]:
             self._settings = {name: value for name, value in before.items() if name not in names}
             yield (
-                f"the attribute {first_of(names)} changes, and no checkpoint has it, so a start that resumes begins with the first value: "
-                "make it a buffer (register_buffer) or a part of the optimizer's state, or set it from run.steps or the epoch"
+                f"no checkpoint has the changing attribute {first_of(names)}, so a resume begins with its first value: make it a buffer "
+                "(register_buffer) or a part of the optimizer's state, or set it from run.steps or the epoch"
             )
 
     def compare_tables(self, made: Collection[Any]) -> None:
         """Warns of a table that differs between ranks, or from the last start. Collective.
 
         Args:
-            made: the values in the modules at replication. A later pass may leave other values, such as the last attention.
+            made: the values in the modules at replication. A later forward pass may store others there, such as the last attention weights.
         """
         run, model, ids = self._run, self._run.state.model, {id(value) for value in made}
         of_model = ((plain_name(model, name), value) for name, value in tables_of(model) if id(value) in ids)
         mine = {f"the model's attribute {name}": text_of(value) or "" for name, value in of_model}
-        # A variable that has changed since, such as by a broadcast, is left out, on a rank or on all.
+        # Without variables that have changed since the session opened, for example by a broadcast.
         of_script = tables(run.state).items()
         mine |= {f"the variable {name}": text for name, text in of_script if run.tables.get(name) == text}
         every = [mine] if is_same_on_all_ranks(mine, run.world) else all_gather_trees(mine, run.world)
         apart = {
             name: ranks
-            for name, ranks in differing_ranks(every).items()  # a rank may have taken its share of numbers
+            for name, ranks in differing_ranks(every).items()  # a rank may hold its own share of a list of indices
             if not name.startswith("the variable")
             or (all(name in its for its in every) and not mine[name].startswith(LIST))
         }
@@ -192,46 +225,62 @@ class Unsaved:
         for kind, mend in _MENDS.items():
             if of_ranks := [name for name in apart if name.startswith(kind)]:
                 run.warn(
-                    f"{first_of(of_ranks)} is another one on rank {named(apart[of_ranks[0]])} than on rank 0, and run.replicate() sends "
-                    f"parameters and buffers alone: unless it is to be a rank's own, {mend}"
+                    f"rank {named(apart[of_ranks[0]])} has other values of {first_of(of_ranks)} than rank 0, and run.replicate() sends "
+                    f"only parameters and buffers. Unless this is intended, {mend}"
                 )
             if of_starts := [name for name in changed if name.startswith(kind)]:
                 run.warn(
-                    f"{first_of(of_starts)} is another one than at the start before, and no checkpoint has it: {mend}"
+                    f"the start before had other values of {first_of(of_starts)}, and no checkpoint has them: {mend}"
                 )
 
 
 def unequal(of_ranks: Sequence[dict[str, str]]) -> dict[str, str]:
-    """Returns call → warning, for each call whose value on a rank differs from rank 0's. A rank may lack the call.
+    """Returns call → warning, for each call whose value on a rank differs from rank 0's. A missing value counts as equal, unless it is of a
+    variable, which has changed on other ranks.
 
     Args:
         of_ranks: for each rank: call, or variable → digest of its value, or the logged number.
     """
     sentences = {}
-    for call, others in differing_ranks([{**of_ranks[0], **values} for values in of_ranks]).items():
+    variables = {call: "" for values in of_ranks for call in values if call.startswith("the variable")}
+    apart = differing_ranks([{**of_ranks[0], **variables, **values} for values in of_ranks])
+    if apart.pop(_BEFORE, None):  # the script has seeded each rank for itself
+        apart.pop(_GENERATOR, None)
+    for call, others in apart.items():
         if call.startswith("run.log"):
             sentences[call] = (
-                f"{call} gets {of_ranks[0][call]} on rank 0 and {of_ranks[others[0]][call]} on rank {others[0]}, and rank 0's alone is "
-                "written: if each has measured samples of its own, add them up by run.sum()"
+                f"{call} gets {of_ranks[0][call]} on rank 0 and {of_ranks[others[0]][call]} on rank {others[0]}, and only rank 0's value "
+                "is written: if each rank measures its own samples, add the results up with run.sum()"
+            )
+        elif call == _GENERATOR:
+            sentences[call] = (
+                f"{call} has drawn other numbers on rank {named(others)} than on rank 0: the ranks have different numbers of samples, and "
+                "the network of run.step(loss) draws for them. If the script draws numbers that all ranks need alike, use "
+                "run.step(function, …), which seeds torch's generators for the function"
             )
         elif call.startswith("the variable"):
             sentences[call] = (
-                f"{call} has another value on rank {named(others)} than on rank 0, and the function of run.step() reads it. Unless it is "
-                "to be a rank's own, N ranks train another model than one: add up with run.sum() what each has"
+                f"{call} differs between rank {named(others)} and rank 0, and the function of run.step() reads it. Unless intended, "
+                "combine the ranks' values with run.sum(): N ranks now train another model than one rank"
             )
         else:
             sentences[call] = (
-                f"{call} is not the same on rank {named(others)} as on rank 0, whose alone is saved: compute it from the same samples on "
-                "all ranks, or keep each rank's own by run.keep_of_rank()"
+                f"{call} differs between rank {named(others)} and rank 0, and only the state of rank 0 is saved: compute it from the same "
+                "samples on all ranks, or keep one state per rank with run.keep_of_rank()"
             )
     return sentences
 
 
 def _is_another(name: str, before: dict[str, str], now: dict[str, str]) -> bool:
-    """Returns whether a table has other values than before. A variable of another shape may belong to what a start plans anew."""
+    """Returns whether a constant tensor has other values than before. A variable of another shape does not count: each start may size it
+    differently."""
     if before.get(name, now[name]) == now[name]:
         return False
     return not name.startswith("the variable") or before[name].partition(":")[0] == now[name].partition(":")[0]
+
+
+def _generator() -> str:
+    return str(zlib.crc32(torch.get_rng_state().numpy().tobytes()))
 
 
 def _tensors(batch: Any) -> list[torch.Tensor]:
@@ -253,23 +302,20 @@ def _print_of(tree: Any) -> str:
     leaves = tree_leaves(tree)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not hasattr(leaf, "placements")]
     arrays = [zlib.crc32(leaf.tobytes()) for leaf in leaves if isinstance(leaf, np.ndarray)]
-    others = [
-        f"{leaf:.4g}" if isinstance(leaf, float) else repr(leaf)
-        for leaf in leaves
-        if not isinstance(leaf, (torch.Tensor, np.ndarray))
-    ]
-    return str(zlib.crc32(repr([sums_of_bits(tensors).tolist(), arrays, others]).encode()))
+    others = [leaf for leaf in leaves if not isinstance(leaf, (torch.Tensor, np.ndarray))]
+    texts = [f"{leaf:.4g}" if isinstance(leaf, float) else repr(leaf) for leaf in others]
+    return str(zlib.crc32(repr([sums_of_bits(tensors).tolist(), arrays, texts]).encode()))
 
 
 def trained_outside(state: TrainState, reached: Sequence[Reached]) -> list[str]:
-    """Returns a warning for each optimizer, schedule and weight that a resume loses or that the ranks train apart. Collective."""
+    """Returns a warning for each optimizer, schedule and weight that a resume loses, or that each rank trains separately. Collective."""
     user_state, known = state.user_state, plain(state.model, dict(state.model.named_parameters()))
     kept, sentences = [*user_state.objects.items(), *user_state.rank_objects.items()], list[str]()
     used, names = set[torch.Tensor](), dict[torch.Tensor, str]()
     for name, value in (*((one.name, one.value) for one in reached), *kept):
         if issubclass(type(value), nn.Parameter):
             names.setdefault(value, name)
-        elif issubclass(type(value), nn.Module) and "_modules" in vars(value):  # else it is not constructed
+        elif issubclass(type(value), nn.Module) and "_modules" in vars(value):  # else `__init__` has not run yet
             for inner, parameter in value.named_parameters():
                 names.setdefault(parameter, f"{name}.{inner}")
         elif issubclass(type(value), torch.optim.Optimizer) and not hasattr(value, "sync"):  # no session has made it
@@ -279,7 +325,7 @@ def trained_outside(state: TrainState, reached: Sequence[Reached]) -> list[str]:
                 first = next((f" over {n}" for n, p in known.items() if p in moved), "")
                 sentences.append(
                     f"the optimizer {name} ({type(value).__name__}{first}) does not come from run.optimizer(), so no checkpoint "
-                    f"holds its state: make it by run.optimizer(), or call {_keeps(name, '…')}"
+                    f"holds its state: create it with run.optimizer(), or call {_keeps(name, '…')}"
                 )
     ours = set[str]()
     for name, optimizer in state.optimizers.items():
@@ -287,13 +333,13 @@ def trained_outside(state: TrainState, reached: Sequence[Reached]) -> list[str]:
         scheduled = any("initial_lr" in group for group in optimizer.param_groups)  # torch's schedules leave this mark
         if scheduled and not any(getattr(thing, "optimizer", None) is optimizer for _, thing in kept):
             sentences.append(
-                f"a learning-rate schedule moves the rate of {name}, and no checkpoint has its place: run.keep(schedule=…) before the "
-                "loop, or a start that resumes trains with other rates"
+                f"a schedule changes the learning rate of {name}, and no checkpoint holds its state: call run.keep(schedule=…) before the "
+                "loop, else a resume trains with other rates"
             )
     if unused := [name for name, p in known.items() if p.requires_grad and name not in ours and p not in used]:
         sentences.insert(
             0,
-            f"{first_of(unused)} require a gradient, and no optimizer has them: give them to run.optimizer(), or freeze them by "
+            f"no optimizer has the trainable {first_of(unused)}: pass such parameters to run.optimizer(), or freeze them with "
             "requires_grad_(False)",
         )
     learned = used | {p for p in names if p.requires_grad and p.is_leaf and p.grad is not None}
@@ -311,7 +357,7 @@ def trained_outside(state: TrainState, reached: Sequence[Reached]) -> list[str]:
         if apart or lost:
             problems = ["differs between the ranks"] * apart + ["is in no checkpoint"] * lost
             sentences.append(
-                f"{name} is trained outside of every replicated model: it {' and '.join(problems)}. Make it a parameter of the model "
+                f"{name} is trained, and belongs to no replicated model: it {' and '.join(problems)}. Make it a parameter of the model "
                 "before run.replicate()"
             )
     return sentences
@@ -323,14 +369,13 @@ def _states_of(objects: dict[str, Stateful]) -> list[Any]:
 
 def _moves(name: str, value: Any) -> str:
     if generators.is_generator(value):
-        return (
-            f"{name} draws numbers, and no checkpoint has its state, so a start that resumes draws others: hand it to "
-            f"{_keeps(name, name)}"
-        )
-    unless = "" if issubclass(type(value), nn.Module) else ", unless it is set anew before it is read"
+        return f"no checkpoint has the random generator {name}, so a resume draws other numbers: pass it to {_keeps(name, name)}"
+    is_module = issubclass(type(value), nn.Module)
+    unless = "" if is_module else ", unless the script sets it before it reads it"
+    make = "" if is_module else "make it a module, and "
     return (
-        f"{name} moves, and no checkpoint has it, so a start that resumes begins with another{unless}: make it a module, and "
-        f"hand it to {_keeps(name, name)}"
+        f"{name} changes in place, and no checkpoint has it, so a resume begins with other values{unless}: {make}pass it to "
+        f"{_keeps(name, name)}"
     )
 
 

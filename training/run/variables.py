@@ -8,38 +8,54 @@ ranks, and the starts, compare it (`tables`).
 
 from __future__ import annotations
 
+import argparse
+import array
 import contextlib
-import dis
+import ctypes
 import functools
 import gc
-import inspect
 import io
 import itertools
 import mmap
 import operator
-import re
 import sys
 import time
 import types
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, Dataset, Sampler
 from torch.utils.weak import WeakIdRef
 
 from .. import generators
 from ..checkpoint.state import TrainState
+from ..parallel.names import plain, plain_name
 from ..parallel.packing import storage, storages
 from ..resilience.closeness import sums_of_bits
+from .bytecode import (
+    Kind,
+    code_of,
+    has_no_parameter,
+    has_no_tensor,
+    innermost,
+    kind_of,
+    reads,
+    returns,
+    set_anew,
+    unwrapped,
+)
 from .proof import OF_TORCH, has_bytes
 from .undo import codes_of, is_of_script, root_of
 
-MOST, DEPTH, ITEMS = 5000, 3, 100
-"""Limits: objects to inspect, levels below a variable, items at each end of a list or dictionary."""
+MOST, LEVELS, DEPTH, ITEMS = 5000, 8, 3, 100
+"""Limits: objects to inspect, levels of the script's objects below a variable, levels of other objects and of lists and dictionaries, items
+at each end of a list or dictionary."""
 LIST = "list"
 """The beginning of the shape of a list in `tables`."""
 SHORT = 16
@@ -47,10 +63,22 @@ SHORT = 16
 _SAMPLE = 1 << 16
 """Numbers of a tensor or an array that a digest reads, evenly spaced, or the first ones of each dimension (`beginning`)."""
 _PLAIN = (type(None), bool, int, str, bytes)
-_OF_OPTIMIZER = ("state", "param_groups", "defaults")
-"""Attributes of an optimizer that a checkpoint restores, or its constructor sets."""
+_SET_BY_TORCH = ("_zero_grad_profile_name", "_opt_called", "_step_count")
+_OF_OPTIMIZER = {*torch.optim.Optimizer.__init__.__code__.co_names, *_SET_BY_TORCH, "step", "add_param_group", "sync"}
+"""Attributes of optimizers that belong to torch or Lockstep: names in the constructor, as a first optimizer imports torch's compiler."""
+_OF_DATA = (Dataset, Sampler, DataLoader)
+_HOLDERS = (argparse.Namespace, types.SimpleNamespace, functools.partial, types.MethodType)
+"""Types of Python whose contents a script sets."""
+_STATES = (int, float, str, tuple, torch.Tensor, np.ndarray)
+"""Types of attributes that `marks_in_model` compares. A pass may fill a list or dictionary, for a plot or an extra loss."""
+_BYTES = (bytearray, array.array, ctypes._SimpleCData, ctypes.Array)
 _SEQUENCES = (list, tuple, deque)
 _COUNTING = (enumerate, zip, map, itertools.islice)
+_KIND = "kind "
+"""The beginning of the digest of something that has no state: a function, a class, or a module without numbers."""
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks",
+          "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # fmt: skip
+"""Attributes of modules, parameters and optimizers with their hooks."""
 _ITERATOR = "an iterator"
 """The digest of any iterator, whose position cannot be seen. It begins anew in each start."""
 _BEGAN = time.time(), time.perf_counter(), time.monotonic()
@@ -72,6 +100,8 @@ class Reached(NamedTuple):
     value: Any
     is_own: bool
     """Whether the script names the value: a variable, or an attribute of an object, a class or a module of the script."""
+    is_part: bool
+    """Whether the value is an item of a list or dictionary that the script names, which is compared as a whole."""
 
 
 class Variables:
@@ -79,31 +109,72 @@ class Variables:
 
     def __init__(self, state: TrainState) -> None:
         self._state = state
+        self._kinds = dict[str, type[Any]]()
+        """Name → class of the object, such as a loss function."""
         self._start = {name: mark for name, _, mark in self._marks(_held(state))}
 
-    def changed(self, samples: int) -> Iterator[tuple[str, str, bool]]:
-        """Yields (name, digest, whether to compare it between ranks) of each iterator, and of each variable that has changed since the
-        start of the attempt. Compared are numbers, tensors and arrays that were there when the loop began, but no batch.
+    def changed(self, samples: int, batch: Any = None) -> Iterator[tuple[str, str, bool]]:
+        """Yields (name, digest, whether ranks must agree on the value) of each iterator, and of each variable that has changed since the
+        start of the attempt. Ranks must agree on a number, tensor, array, list or dictionary from before the loop that is no batch, if the
+        function of a step reads it (`is_read`).
 
         Args:
             samples: as many entries as a tensor of the rank's last batch has.
+            batch: the batch that the loop has just given to the script, whose variables last for one batch.
         """
+        given = {id(leaf) for leaf in tree_leaves(batch) if not issubclass(type(leaf), (*_PLAIN, float))}
         held = _held(self._state)
         for name, value, mark in self._marks(held):
-            if (mark == _ITERATOR or mark != self._start.get(name)) and (text := _digest(value, held)) is not None:
-                is_array = issubclass(type(value), (torch.Tensor, np.ndarray))
-                carries = issubclass(type(value), float) or (is_array and value.shape[:1] != (samples,))
+            has_changed = id(value) not in given and (mark == _ITERATOR or mark != self._start.get(name))
+            if has_changed and (text := _digest(value, held)) is not None:
+                carries = issubclass(type(value), (int, float)) or not _is_batch(value, samples)
                 yield name, text, carries and name in self._start
 
-    def differing(self, before: dict[str, str]) -> list[str]:
-        """Returns the names of variables that have another value than in these digests of a checkpoint."""
+    def is_read(self, code: types.CodeType | None, name: str) -> bool:
+        """Returns whether the function of a step reads a variable: by its name, as a method of the object that has it, or through another
+        method that returns a value."""
+        holder, _, attribute = name.rpartition(".")
+        kind = self._kinds.get(holder)
+        if code is None or kind is None or not is_of_script(root_of(kind)):
+            return code is not None and reads(code, name, issubclass(self._kinds.get(name, float), (list, tuple, dict)))
+        methods = {key: code_of(function) for key, function in vars(kind).items()}
+        names = {key for inner in codes_of(code) for key in inner.co_names} | {"__call__", "forward"}
+        called = [one for key, one in methods.items() if key in names and one is not None and returns(one)]
+        through = reads(code, holder, uses=True) and any(reads(one, attribute) for one in called)
+        return through or reads(code, name) or (code in methods.values() and reads(code, attribute))
+
+    def differing(self, before: dict[str, str], kinds: bool) -> list[str]:
+        """Returns the names of variables that have another value than in these digests of a checkpoint, and of attributes that objects do
+        not have yet.
+
+        Args:
+            kinds: whether to compare those that were functions, classes, modules without numbers, or hooks; else the others.
+        """
         held = _held(self._state)
-        now = [(name, value, _digest(value, held)) for name, value, _ in self._marks(held) if name in before]
-        return [
+        kinds_before = {name for name, text in before.items() if text.startswith(_KIND)}
+        before = {name: text for name, text in before.items() if (name in kinds_before) == kinds}
+        now = {name: (value, _digest(value, held)) for name, value, _ in self._marks(held) if name in before}
+        others = [
             name
-            for name, value, text in now
+            for name, (value, text) in now.items()
             if text is not None and (text != before[name] or text == _ITERATOR) and not _is_running(value)
         ]
+        return others + [name for name in before if name not in now and self._is_missing(name, kinds_before)]
+
+    def _is_missing(self, name: str, of_another: set[str]) -> bool:
+        """Returns whether a name is an attribute that an object lacks here, and that lasts for more than one call.
+
+        Args:
+            of_another: names of functions and modules, which are compared by themselves.
+        """
+        holder, _, attribute = name.rpartition(".")
+        if holder in of_another:
+            return False
+        kind: Any = self._kinds.get(holder)
+        is_object = kind is not None and not issubclass(
+            kind, (types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
+        )
+        return is_object and attribute not in set_anew(kind)
 
     def moving(self) -> Iterator[tuple[str, Any]]:
         """Yields the name and value of each generator that has drawn, and of each tensor, or object of tensors, that has changed in
@@ -121,24 +192,115 @@ class Variables:
         Args:
             held: the tensors and generators that a checkpoint holds (`_held`).
         """
-        marks: dict[str, tuple[Any, Any]] = {}
-        for name, value, is_own in reached(self._state):
-            is_item = name[-1] == "]"  # it belongs to its list or dictionary, which is compared as a whole
-            by_itself = issubclass(type(value), (torch.Tensor, nn.Module)) or generators.is_generator(value)
-            if name not in marks and (is_own or (by_itself and not is_item)):
-                with contextlib.suppress(Exception):  # an object of the script may raise anything
-                    if (mark := _print(value, held, _mark)) is not None:
-                        marks[name] = value, mark
-        return [(name, value, mark) for name, (value, mark) in marks.items()]
+        things = reached(self._state)
+        with contextlib.suppress(Exception):  # as in `reached`
+            things += _built(self._state)
+        self._kinds = {name: type(value) for name, value, *_ in things}
+        return [(name, value, mark) for name, (value, mark) in _marked(things, held).items()]
+
+
+def _marked(things: Iterable[Reached], held: set[int | None]) -> dict[str, tuple[Any, Any]]:
+    """Returns name → (value, mark) of the values that are compared by themselves, and that no checkpoint holds."""
+    marks: dict[str, tuple[Any, Any]] = {}
+    for name, value, is_own, is_part in things:
+        kind = type(value)
+        by_itself = issubclass(kind, (torch.Tensor, np.ndarray, nn.Module, *_BYTES)) or generators.is_generator(value)
+        if name not in marks and (is_own or (_is_iterator(kind) if is_part else by_itself)):
+            with contextlib.suppress(Exception):  # an object of the script may raise anything
+                if (mark := _print(value, held, _mark)) is not None:
+                    marks[name] = value, mark
+    return marks
+
+
+def marks_in_model(state: TrainState) -> dict[str, Any]:
+    """Returns name → mark of the state in plain attributes of modules, their parameters and hooks, and of optimizers: numbers, texts,
+    tensors, arrays and objects of the script. An attribute that each pass sets before it reads it, such as the last activations,
+    is no state."""
+    marks: dict[str, Any] = {}
+    with contextlib.suppress(Exception):  # as in `reached`
+        named = [(plain_name(state.model, name.lstrip(".")), value) for name, value in _in_modules(state.model)]
+        for name, optimizer in state.optimizers.items():
+            named += _states_of(name, optimizer, _OF_OPTIMIZER)
+        marks = {name: repr(value) for name, value in named if _is_constant(value)}
+        others = [(name, value) for name, value in named if name not in marks]
+        kept = [*state.user_state.objects.values(), *state.user_state.rank_objects.values()]
+        marks |= {
+            name: mark for name, (_, mark) in _marked(_below(others, kept), _held(state)).items() if not _is_kind(mark)
+        }
+    return marks
+
+
+def _in_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    for path, module in model.named_modules():
+        yield from _states_of(path, module, OF_TORCH)
+        for key, parameter in module._parameters.items():
+            yield from [] if parameter is None else _states_of(f"{path}.{key}", parameter)
+        for hook in _hooks_of(module):
+            holder = hook.__self__ if issubclass(type(hook), types.MethodType) else hook
+            code = code_of(hook) or code_of(type(hook).__call__)
+            if code is not None and returns(code):  # another one collects
+                yield from _states_of(f"{path}.{type(holder).__name__}", holder, OF_TORCH)
+                inside = dict(_inside(path, hook)) if type(hook) is types.FunctionType else {}
+                yield from ((f"{path}.{name}", inside[f"{path}.{name}"]) for name in code.co_freevars
+                            if f"{path}.{name}" in inside and reads(code, name, uses=True))  # fmt: skip
+
+
+def _hooks_of(holder: Any) -> list[Any]:
+    """Returns the script's hooks of a module, a parameter or an optimizer."""
+    hooks = (hook for name in _HOOKS for hook in (getattr(holder, name, None) or {}).values())
+    return [hook for hook in hooks if is_of_script(root_of(unwrapped(innermost(hook))))]
+
+
+def _built(state: TrainState) -> Iterator[Reached]:
+    """Yields the class of each module of the model, and the script's hooks of modules, parameters and optimizers, as texts."""
+    model, optimizers = state.model, state.optimizers
+    named = [(f"module {plain_name(model, path)}" if path else "model", one) for path, one in model.named_modules()]
+    named += [(f"parameter {name}", one) for name, one in plain(model, dict(model.named_parameters())).items()]
+    for name, holder in (*named, *optimizers.items()):
+        attributes = {} if isinstance(holder, torch.optim.Optimizer) else getattr(holder, "__dict__", {})
+        kind: Any = type(holder)
+        lasting = [value for key, value in attributes.items() if key not in set_anew(kind)]
+        own = [value for value in lasting if is_of_script(root_of(holder)) or is_of_script(root_of(value))]
+        kinds = [kind_of(value) for value in (kind, *own, *_hooks_of(holder))]
+        text = "; ".join(filter(None, kinds))
+        yield Reached(f"{name} (class, functions or hooks)", Kind(text), True, False)
+
+
+def _states_of(path: str, holder: Any, without: Collection[str] = ()) -> list[tuple[str, Any]]:
+    """Returns the attributes of a module, a parameter, a hook or an optimizer that `marks_in_model` compares."""
+    kind: Any = type(holder)
+    without = {*without, *set_anew(kind)}
+    return [
+        (f"{path}.{key}", value)
+        for key, value in getattr(holder, "__dict__", {}).items()
+        if key not in without
+        and not issubclass(type(value), nn.Module)
+        and (issubclass(type(value), _STATES) or is_of_script(root_of(value)))
+    ]
+
+
+def _is_constant(value: Any) -> bool:
+    return type(value) in (bool, int, float, str) or (type(value) is tuple and all(map(_is_constant, value)))
+
+
+def _is_batch(value: Any, samples: int) -> bool:
+    """Returns whether a tensor, an array, a list or a dictionary has an entry a sample, or holds such values, or results with a gradient.
+    True of any other value."""
+    if issubclass(type(value), (torch.Tensor, np.ndarray)):
+        return value.shape[:1] == (samples,) or getattr(value, "requires_grad", False)
+    if not issubclass(type(value), (list, tuple, dict)) or len(value) == samples:
+        return True
+    items = [*dict.values(value)] if issubclass(type(value), dict) else value
+    return any(not issubclass(type(item), (*_PLAIN, float)) and _is_batch(item, samples) for item in items[:ITEMS])
 
 
 def tables(state: TrainState | None = None) -> dict[str, str]:
     """Returns name → shape and digest of each tensor, array, module and long list of whole numbers that the script's variables lead to,
     without those that a checkpoint holds. State None: there is no model yet."""
     held, digests = set[int | None]() if state is None else _held(state), dict[str, str]()
-    for name, value, _ in reached(state):
+    for name, value, *_ in reached(state):
         with contextlib.suppress(Exception):  # an object of the script may raise anything
-            is_module = issubclass(type(value), nn.Module)
+            is_module = issubclass(type(value), nn.Module) and not has_no_tensor(value)
             if (is_module or is_table(value)) and (plain := _print(value, held, beginning)) is not None:
                 shape = "" if is_module else getattr(value, "shape", f"{LIST} of {len(value)}")
                 digests.setdefault(name, f"{shape}:{zlib.crc32(repr(plain).encode())}")
@@ -166,7 +328,7 @@ def reached(state: TrainState | None) -> list[Reached]:
         (f"{name}.{key}", value)
         for name, optimizer in optimizers.items()
         for key, value in (vars(optimizer).items() if is_of_script(root_of(optimizer)) else ())
-        if key[0] != "_" and key not in _OF_OPTIMIZER
+        if key not in _OF_OPTIMIZER
     )
     with contextlib.suppress(Exception):  # a property, or a subclass of a tensor or a dictionary, may raise anything
         return list(_below([*named, *of_optimizers], [] if state is None else _known(state)))
@@ -183,24 +345,7 @@ def _known(state: TrainState) -> list[Any]:
         if not isinstance(thing, torch.optim.lr_scheduler.LRScheduler)  # it has an optimizer that need not be kept
     ]
     known = [*kept.generators.values(), *generators.of_process(state.world.device).values()]
-    return known + [value for _, value, _ in _below(inside, [])]
-
-
-def code_of(function: Any) -> types.CodeType | None:
-    """Returns the code of a function, also of one that is bound, partial or wrapped; None: a callable object may raise anything."""
-    while type(function) in (functools.partial, types.MethodType):
-        function = function.func if type(function) is functools.partial else function.__func__
-    with contextlib.suppress(ValueError):  # it wraps itself
-        function = inspect.unwrap(function) if type(function) is types.FunctionType else None
-    return function.__code__ if type(function) is types.FunctionType else None
-
-
-def reads(code: types.CodeType | None, name: str) -> bool:
-    """Returns whether the code reads a variable, or the attribute of one, and assigns no part of it."""
-    steps = [one for inner in codes_of(code) for one in dis.get_instructions(inner)] if code is not None else []
-    stored = {one.argval for one in steps if one.opname.startswith("STORE_")}
-    read = {one.argval for one in steps if one.opname.startswith("LOAD_")} - stored
-    return {*re.sub(r"\[.*?\]", "", name).split(".")} <= read
+    return known + [value for _, value, *_ in _below(inside, [])]
 
 
 def counting() -> str | None:
@@ -238,31 +383,36 @@ def _frames() -> Iterator[dict[str, Any]]:
 
 def _below(named: Iterable[tuple[str, Any]], known: list[Any]) -> Iterator[Reached]:
     """Yields these values, and the attributes and items below them, without the known ones."""
-    waiting = deque((name, value, 0, True) for name, value in named)
+    waiting = deque((Reached(name, value, True, False), LEVELS) for name, value in named)
     seen: dict[int, Any] = {id(value): value for value in known}
     while waiting and len(seen) < MOST:
-        name, value, depth, is_own = waiting.popleft()
+        one, left = waiting.popleft()
+        name, value, is_own, is_part = one
         kind = type(value)
         if issubclass(kind, (*_PLAIN, float, torch.Tensor)):
             if is_own or issubclass(kind, torch.Tensor):
-                yield Reached(name, value, is_own)
+                yield one
             continue
-        of_script = is_of_script(root_of(value))
+        of_script = is_of_script(root_of(unwrapped(value)))
         if id(value) in seen or kind.__module__.startswith("lockstep."):
+            if is_own and id(value) in seen and kind_of(value) is not None:  # several variables may have one function
+                yield one
+            if kind.__name__ == "Session" and left:
+                waiting.append((Reached(f"{name}.config", getattr(value, "config", None), True, False), left - 1))
             continue
         if issubclass(kind, (types.ModuleType, type)) and not of_script:
             continue
         seen[id(value)] = value
-        yield Reached(name, value, is_own)
+        yield one
         # A module without parameters may be a loss function with settings.
-        is_closed = issubclass(kind, nn.Module) and not (of_script and _has_no_parameter(value))
-        if depth < DEPTH and not is_closed and not issubclass(kind, torch.optim.Optimizer):
-            names = of_script and not issubclass(kind, (dict, list, tuple))
-            waiting.extend((inner, item, depth + 1, names) for inner, item in _inside(name, value))
-
-
-def _has_no_parameter(module: nn.Module) -> bool:
-    return "_parameters" in vars(module) and next(module.parameters(), None) is None
+        is_open = issubclass(kind, nn.Module) and has_no_parameter(value)
+        if not left or issubclass(kind, torch.optim.Optimizer) or (issubclass(kind, nn.Module) and not is_open):
+            continue
+        holds = issubclass(kind, (dict, list, tuple))
+        names = not holds and (of_script or is_open or issubclass(kind, (*_HOLDERS, *_OF_DATA)))
+        parts = holds and (is_own or is_part)
+        left = (left if names or parts else min(left, DEPTH)) - 1
+        waiting.extend((Reached(inner, item, names, parts), left) for inner, item in _inside(name, value))
 
 
 def _inside(name: str, value: Any) -> list[tuple[str, Any]]:
@@ -272,7 +422,10 @@ def _inside(name: str, value: Any) -> list[tuple[str, Any]]:
         bound = [(free, item) for free, cell in cells for item in gc.get_referents(cell)]
         names = value.__code__.co_varnames[: value.__code__.co_argcount]
         defaults = zip(reversed(names), reversed(value.__defaults__ or ()))
-        return [(f"{name}.{inner}", item) for inner, item in (*bound, *defaults, *vars(value).items())]
+        local = [(f"{name}.{inner}", item) for inner, item in (*bound, *defaults, *vars(value).items())]
+        return local + _globals_of(value)
+    if issubclass(type(value), types.MethodType):
+        return [(f"{name}.__self__", value.__self__), (f"{name}.__func__", value.__func__)]
     if issubclass(type(value), functools.partial):
         return [(f"{name}.func", value.func), (f"{name}.args", value.args), (f"{name}.keywords", value.keywords)]
     if issubclass(type(value), dict):
@@ -291,7 +444,23 @@ def _inside(name: str, value: Any) -> list[tuple[str, Any]]:
             elif type(member) in (bool, int, float):  # the value of an object that has none
                 attributes.setdefault(slot, member)
     of_torch = OF_TORCH if issubclass(type(value), nn.Module) else ()
+    is_library = issubclass(type(value), (*_OF_DATA, nn.Module)) and not is_of_script(root_of(value))
+    if is_library:  # a script sets a sampler's epoch anew
+        attributes = {key: item for key, item in attributes.items() if key[0] != "_" and key != "epoch"}
     return [(f"{name}.{key}", item) for key, item in attributes.items() if key[:2] != "__" and key not in of_torch]
+
+
+def _globals_of(function: types.FunctionType) -> list[tuple[str, Any]]:
+    """Returns the global variables that a function of a module of the script reads, by the module's name."""
+    module, space = function.__module__, function.__globals__
+    if module == "__main__" or not is_of_script(root_of(function)):
+        return []  # `_frames` has those of the running functions
+    names = {name for code in codes_of(function.__code__) for name in code.co_names}
+    return [(f"{module}.{name}", space[name]) for name in sorted(names & space.keys())]
+
+
+def _is_iterator(kind: type[Any]) -> bool:
+    return hasattr(kind, "__next__") or hasattr(kind, "__anext__")
 
 
 def _held(state: TrainState) -> set[int | None]:
@@ -312,6 +481,8 @@ def _print(value: Any, held: set[int | None], leaf: Callable[[Any], Any], depth:
         depth: levels of lists and dictionaries to read.
     """
     kind = type(value)
+    if kind is Kind:
+        return f"{_KIND}{value}"
     if issubclass(kind, (str, bytes)):
         return [len(value), repr(value[:1000])]
     if issubclass(kind, _PLAIN):
@@ -328,11 +499,16 @@ def _print(value: Any, held: set[int | None], leaf: Callable[[Any], Any], depth:
         return [value.shape, zlib.crc32(value.flat[:: _stride(value.size)].tobytes())]
     if generators.is_generator(value):
         return None if id(value) in held else leaf(value)
+    if (about := kind_of(value)) is not None:
+        return f"{_KIND}{about}"
     if issubclass(kind, nn.Module):
         is_constructed = "_modules" in vars(value)
         tensors = [*value.parameters(), *value.buffers()] if is_constructed else []
         return [leaf(tensor) for tensor in tensors if _is_compared(tensor, held)] or None
-    if hasattr(kind, "__next__"):
+    if issubclass(kind, _BYTES):
+        buffer = np.frombuffer(value, np.uint8)
+        return [kind.__name__, zlib.crc32(buffer[:: _stride(buffer.size)].tobytes())]
+    if _is_iterator(kind):
         return None if issubclass(kind, io.IOBase) or _has_ended(value) else _position(value)
     if not depth or not issubclass(kind, (dict, set, frozenset, *_SEQUENCES)):
         return None
@@ -355,7 +531,8 @@ def _position(iterator: Any) -> Any:
     """Returns a number or text that differs after each item of the iterator, or `_ITERATOR` if it does not show its position."""
     if type(iterator) is itertools.count:
         return repr(iterator)
-    left = operator.length_hint(iterator, -1)
+    left = getattr(iterator, "_num_yielded", None)  # of torch's loaders, whose length hint is their whole length
+    left = operator.length_hint(iterator, -1) if left is None else left
     return _ITERATOR if left < 0 else left
 
 
@@ -400,7 +577,13 @@ def _digest(value: Any, held: set[int | None]) -> str | None:
     plain = None
     with contextlib.suppress(Exception):  # an object of the script may raise anything
         plain = _print(value, held, _contents)
-    return plain if plain in (None, _ITERATOR) else str(zlib.crc32(repr(plain).encode()))
+    if plain in (None, _ITERATOR):
+        return plain
+    return (_KIND if _is_kind(plain) else "") + str(zlib.crc32(repr(plain).encode()))
+
+
+def _is_kind(plain: Any) -> bool:
+    return type(plain) is str and plain.startswith(_KIND)
 
 
 def _has_moved(before: Any, now: Any) -> bool:

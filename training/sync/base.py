@@ -25,6 +25,7 @@ from ..config import Sync
 from ..config import settings as typed
 from ..contract import UserError
 from ..data import order
+from ..data.pytree import to_device
 from ..parallel.names import COMPILED
 from ..parallel.world import World
 
@@ -244,18 +245,25 @@ class GradientSync(ABC):
 
 @torch.no_grad()
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Runs the optimizer's `load_state_dict`, and lays out every entry in memory as its parameter.
+    """Runs the optimizer's `load_state_dict`. Gives every entry the saved dtype, and the memory layout of its parameter.
 
+    torch converts entries to the parameter's dtype, which would round the float32 weights that an optimizer keeps for a bfloat16 model.
     torch's fused optimizers use memory addresses: with a channels_last parameter, a contiguous momentum would silently be
     applied to other elements.
     """
     optimizer.load_state_dict(state)
-    for parameter, entries in optimizer.state.items():
-        if not isinstance(parameter, torch.Tensor):
-            continue  # some optimizers keep a count of their own there
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=True):
+        saved, entries = state["state"].get(number, {}), optimizer.state.get(parameter, {})
         for name, value in entries.items():
-            shaped = isinstance(value, torch.Tensor) and value.shape == parameter.shape
-            if shaped and value.stride() != parameter.stride():
+            before = saved.get(name)
+            if not isinstance(value, torch.Tensor):
+                entries[name] = to_device(before, parameter.device)
+                continue
+            if isinstance(before, torch.Tensor) and before.dtype != value.dtype:
+                entries[name] = value = before.to(value.device, copy=True)
+            if value.shape == parameter.shape and value.stride() != parameter.stride():
                 entries[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 

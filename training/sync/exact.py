@@ -94,14 +94,12 @@ class TreeSum:
             return tree.root
         nodes = nodes_of_ranks(tree.leaves, world.size)
         mine = [value for _, value in tree.nodes]
+        received = torch.empty(sum(map(len, nodes)) * self._chunk, dtype=self._dtype, device=world.device)
         if len(mine) == 1:
             (sent,) = mine
         else:  # chunk after chunk, the nodes of each
             chunks = [value.view(world.size, -1) for value in mine]
-            sent = (
-                torch.stack(chunks, 1).flatten() if chunks else torch.empty(0, dtype=self._dtype, device=world.device)
-            )
-        received = torch.empty(sum(map(len, nodes)) * self._chunk, dtype=self._dtype, device=world.device)
+            sent = torch.stack(chunks, 1).flatten() if chunks else received.new_empty(0)
         counts = [len(of_rank) * self._chunk for of_rank in nodes]
         dist.all_to_all_single(received, sent, counts, [len(mine) * self._chunk] * world.size)
         chunk: Tree[torch.Tensor] = Tree(tree.leaves, torch.Tensor.add_)

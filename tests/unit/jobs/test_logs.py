@@ -22,12 +22,12 @@ def test_where_the_last_lines_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         text = "\n".join(texts) + (end if texts else "")
         path.write_text(text)
         for mark in ("", "[rank 1] "):
-            wanted = [line for line in texts if line.startswith(mark)]
+            expected = [line for line in texts if line.startswith(mark)]
             for count in (0, 1, 2, 5, 100):
                 start = logs.tail_offset(path, count, lambda head, mark=mark: head.startswith(mark.encode()))
                 rest = text[start:].removesuffix("\n")
-                own = [line for line in (rest.split("\n") if rest else []) if line.startswith(mark)]
-                assert own == (wanted[-count:] if count else [])
+                lines = [line for line in (rest.split("\n") if rest else []) if line.startswith(mark)]
+                assert lines == (expected[-count:] if count else [])
 
 
 def test_a_line_that_is_too_long_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,7 +41,7 @@ def test_a_line_that_is_too_long_is_cut(monkeypatch: pytest.MonkeyPatch) -> None
         assert lines[0].startswith(b"y" * 100 + b"... (cut")
 
 
-def test_the_last_error_of_a_log_is_found_behind_an_earlier_start(tmp_path: Path) -> None:
+def test_the_last_error_of_a_log_is_not_that_of_an_earlier_start(tmp_path: Path) -> None:
     log = tmp_path / "log.txt"
     log.write_text("error: of the first start\n")
     since = log.stat().st_size

@@ -6,7 +6,7 @@ from tests.processes import PYTHON, run
 
 
 def test_a_signal_while_a_program_is_started_reaches_it() -> None:
-    """Also one that is ignored, as below nohup, stays ignored."""
+    """A signal that is ignored, as under nohup, stays ignored."""
     program = """
 import os, signal, subprocess
 from lockstep.jobs.process import Streams, run
@@ -20,5 +20,5 @@ subprocess.Popen = start
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
 print(run(["sh", "-c", "kill -HUP $$; exit 3"], Streams()))
 """
-    done = run([PYTHON, "-c", program])
-    assert (done.code, done.output.split()) == (0, ["143", "3"]), done
+    result = run([PYTHON, "-c", program])
+    assert (result.code, result.output.split()) == (0, ["143", "3"]), result

@@ -24,7 +24,7 @@ def test_why_an_attempt_has_ended_that_another_may_follow() -> None:
 
 
 def test_a_file_system_that_does_not_answer_is_no_damaged_record(tmp_path: Path) -> None:
-    """A process without a free descriptor reads no record. A wait continues then, and nobody is told to remove the job's folder."""
+    """A process without a free descriptor reads no record. A wait continues then, and no message asks to remove the job's folder."""
     program = """
 import os, resource, sys
 from pathlib import Path
@@ -43,9 +43,9 @@ for spare in (0, 4):
         print(type(error).__name__, error)
 """
     tmp_path.chmod(0o700)
-    done = run([PYTHON, "-c", program, str(tmp_path)])
-    without, later = done.output.splitlines()
-    assert done.code == 0 and without.startswith("Unreachable") and "job.json is damaged" in later, done.output
+    result = run([PYTHON, "-c", program, str(tmp_path)])
+    without, later = result.output.splitlines()
+    assert result.code == 0 and without.startswith("Unreachable") and "job.json is damaged" in later, result.output
 
 
 def test_the_folder_of_jobs_is_the_users_alone_whatever_the_umask(
@@ -57,5 +57,5 @@ def test_the_folder_of_jobs_is_the_users_alone_whatever_the_umask(
         records.make(records.home() / "places/local")
     finally:
         os.umask(before)
-    made = [tmp_path / "state", records.home(), records.home() / "places", records.home() / "places/local"]
-    assert [path.stat().st_mode & 0o777 for path in made] == [0o700] * 4
+    folders = [tmp_path / "state", records.home(), records.home() / "places", records.home() / "places/local"]
+    assert [path.stat().st_mode & 0o777 for path in folders] == [0o700] * 4

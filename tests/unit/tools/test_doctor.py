@@ -24,17 +24,17 @@ sys.exit(124 if name == "hangs" else 0)
 
 
 def _table(folder: Path, *rows: tuple[str, str], gpus: int = 2) -> tuple[list[dict[str, Any]], str]:
-    """(the rows, what is shown) of rows with a name and what they need."""
+    """Returns the rows and the output, for rows of a name and its needs."""
     script = folder / "played.py"
     script.write_text(PLAYED)
     checks = [doctor.Probe(name, doctor.visible, "do this", gpus=2, needs=needs) for name, needs in rows]
-    shown = io.StringIO()
-    return doctor.table(checks, gpus, (sys.executable, str(script)), shown)["rows"], shown.getvalue()
+    output = io.StringIO()
+    return doctor.table(checks, gpus, (sys.executable, str(script)), output)["rows"], output.getvalue()
 
 
 def test_what_fails_or_dies_keeps_no_other_row_from_running(tmp_path: Path) -> None:
     names = [("visible", ""), ("fails", ""), ("dies", ""), ("one dies", ""), ("behind", "fails"), ("last", "visible")]
-    rows, shown = _table(tmp_path, *names)
+    rows, output = _table(tmp_path, *names)
     assert [(row["name"], row["result"], row["detail"]) for row in rows] == [
         ("visible", "ok", "visible"),
         ("fails", "failed", "rank 1: fails"),
@@ -44,12 +44,12 @@ def test_what_fails_or_dies_keeps_no_other_row_from_running(tmp_path: Path) -> N
         ("last", "ok", "last"),
     ]
     assert [row.get("advice") for row in rows] == [None, "do this", "do this", "do this", None, None]
-    assert shown.count("→ do this") == 3 and "last; speed 3" in shown and rows[-1]["rates"] == {"speed": 3.0}
+    assert output.count("→ do this") == 3 and "last; speed 3" in output and rows[-1]["rates"] == {"speed": 3.0}
     rows, _ = _table(tmp_path, ("visible", ""), gpus=1)
     assert [(row["result"], row["detail"]) for row in rows] == [("not tried", "one GPU")]
 
 
 def test_what_it_cannot_do_is_one_line() -> None:
-    for words, named in (([], "nothing to look at"), (["--only", "nothing"], "--only nothing")):
-        told = run([PYTHON, "-m", "lockstep", "doctor", "gpu", *words])
-        assert told.code == 2 and told.output.count("\n") == 1 and named in told.output, told
+    for words, message in (([], "nothing to look at"), (["--only", "nothing"], "--only nothing")):
+        result = run([PYTHON, "-m", "lockstep", "doctor", "gpu", *words])
+        assert result.code == 2 and result.output.count("\n") == 1 and message in result.output, result

@@ -21,6 +21,6 @@ def test_an_error_of_all_ranks_is_printed_once(
         monkeypatch.setenv(name, value)
     error = UserError("nobody has data")
     error.shared = True
-    with pytest.raises(SystemExit) as left, user_errors():
+    with pytest.raises(SystemExit) as exit_info, user_errors():
         raise error
-    assert left.value.code == 2 and ("nobody has data" in capsys.readouterr().err) == speaks
+    assert exit_info.value.code == 2 and ("nobody has data" in capsys.readouterr().err) == speaks

@@ -34,13 +34,13 @@ def packed(*members: tuple[tarfile.TarInfo, bytes]) -> bytes:
 def member(
     name: str, data: bytes = b"x", kind: bytes = tarfile.REGTYPE, link: str = ""
 ) -> tuple[tarfile.TarInfo, bytes]:
-    found = tarfile.TarInfo(name)
-    found.type, found.linkname = kind, link
-    return found, data if kind == tarfile.REGTYPE else b""
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname = kind, link
+    return info, data if kind == tarfile.REGTYPE else b""
 
 
 @pytest.mark.parametrize(
-    ("members", "told"),
+    ("members", "message"),
     [
         *(([member("a", kind=kind, link="/etc/passwd")], "which is not a plain file")
           for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE, tarfile.DIRTYPE)),
@@ -51,12 +51,17 @@ def member(
     ],
 )  # fmt: skip
 def test_an_archive_that_is_not_ours_is_refused(
-    monkeypatch: pytest.MonkeyPatch, members: list[tuple[tarfile.TarInfo, bytes]], told: str
+    monkeypatch: pytest.MonkeyPatch, members: list[tuple[tarfile.TarInfo, bytes]], message: str
 ) -> None:
     monkeypatch.setattr(archive, "_TAR_LIMIT", 1 << 20)
     data = packed(*members)
-    for sent, said in ((data, told), (data[:50], "is cut off"), (b"no archive", "cannot read"), (b"", "is cut off")):
-        with pytest.raises(UserError, match=said):
+    for sent, expected in (
+        (data, message),
+        (data[:50], "is cut off"),
+        (b"no archive", "cannot read"),
+        (b"", "is cut off"),
+    ):
+        with pytest.raises(UserError, match=expected):
             archive.read(sent, "0" * 64)
 
 
@@ -66,9 +71,9 @@ def test_unpacked_is_what_was_packed_read_only_and_whole(tmp_path: Path) -> None
     assert archive.holds(target, identity) and run([str(target / "a/b/run.sh")]).output == "hi\n"
     assert all(not path.stat().st_mode & 0o222 for path in [target, *target.rglob("*")])
     assert archive.unpack(archive.pack(OWN), identity, target) == target, "somebody else was faster"
-    other = [File("x", False, b"")]
+    files = [File("x", False, b"")]
     with pytest.raises(UserError, match="exists and holds something else"):
-        archive.unpack(archive.pack(other), archive.identity(other), target)
+        archive.unpack(archive.pack(files), archive.identity(files), target)
     assert [path.name for path in tmp_path.iterdir()] == ["copy"]
     for change in ("a/b/run.sh", "a/b/new"):
         (target / "a/b").chmod(0o755)
@@ -86,17 +91,17 @@ from lockstep.wire import archive
 os.setgroups([])
 os.setgid(65534)
 os.setuid(65534)
-print([archive.holds(Path(sys.argv[1]), sys.argv[2]) for _ in range(20000)].count(True))
+print([archive.holds(Path(sys.argv[1]), sys.argv[2]) for _ in range(20000)].count(True), archive.holds(Path(sys.argv[3]), sys.argv[2]))
 """
 
 
 def test_a_link_to_a_copy_is_not_a_copy_however_fast_it_changes() -> None:
-    """What is there when it was looked at is not what the ranks are started in. As user 65534, below a folder where everybody
-    writes; the link leads to a copy of that user's own."""
+    """A folder and a link to a copy swap names in a folder where everybody writes. User 65534, who owns the copy, checks the name
+    meanwhile, and never takes it for a copy."""
     require(os.geteuid() == 0, "needs root, to become another user")
     require(hasattr(ctypes.CDLL(None), "renameat2"), "needs renameat2, of Linux")
-    with tempfile.TemporaryDirectory() as made:  # everybody may enter it, unlike pytest's own
-        shared = Path(made)
+    with tempfile.TemporaryDirectory() as folder:  # everybody may enter it, unlike pytest's own
+        shared = Path(folder)
         shared.chmod(0o755)
         copy = archive.unpack(archive.pack(OWN), archive.identity(OWN), shared / "copy")
         for path in (copy, *copy.rglob("*")):
@@ -106,7 +111,8 @@ def test_a_link_to_a_copy_is_not_a_copy_however_fast_it_changes() -> None:
         target, link = shared / "tmp/code", shared / "tmp/link"
         target.mkdir()
         link.symlink_to(copy)
-        with started([PYTHON, "-c", EXCHANGE, str(target), str(link)]) as other:
-            assert other.stdout is not None and other.stdout.readline() == "ready\n"
-            done = run([PYTHON, "-c", LOOK, str(target), archive.identity(OWN)], clean_env(), cwd=shared)
-    assert (done.code, done.output) == (0, "0\n"), done
+        with started([PYTHON, "-c", EXCHANGE, str(target), str(link)]) as exchanger:
+            assert exchanger.stdout is not None and exchanger.stdout.readline() == "ready\n"
+            words = [str(target), archive.identity(OWN), str(copy)]
+            result = run([PYTHON, "-c", LOOK, *words], clean_env(), cwd=shared)
+    assert (result.code, result.output) == (0, "0 True\n"), result

@@ -19,11 +19,11 @@ import sys, time
 from pathlib import Path
 from lockstep.wire.progress import RunInfo, Progress
 folder, number = Path(sys.argv[1]), int(sys.argv[2])
-one = Progress(number, RunInfo(str(folder), 2, 1, False), {"LOCKSTEP_NOTE": str(folder / "note")})
-one.alive(1, 1)
+progress = Progress(number, RunInfo(str(folder), 2, 1, False), {"LOCKSTEP_NOTE": str(folder / "note")})
+progress.alive(1, 1)
 exec(compile("def wait(): time.sleep(600)", str(folder / "torch/distributed/collective.py"), "exec"))
 while number or not (folder / "meet").exists():
-    time.sleep(0.05)
+    time.sleep(600 if number else 0.05)  # a process that wakes often may be seen as it computes
 wait()
 """
 BOUND = 0.4
@@ -47,11 +47,11 @@ def test_ranks_that_all_do_something_else_do_not_hang_until_one_waits_for_anothe
 ) -> None:
     monkeypatch.setattr(hangs, "HANG_SECONDS", BOUND)
     monkeypatch.setattr(hangs, "HANG_LOOK_SECONDS", 0.02)
-    watch, asked = hangs.Hangs(two_ranks), [0]
+    watch, calls = hangs.Hangs(two_ranks), [0]
 
-    def ask(*words: object, **named: object) -> dict[int, str]:
-        asked[0] += 1
-        return progress.stacks(*words, **named)  # type: ignore[arg-type]
+    def ask(*words: object, **options: object) -> dict[int, str]:
+        calls[0] += 1
+        return progress.stacks(*words, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(hangs, "stacks", ask)
 
@@ -59,7 +59,7 @@ def test_ranks_that_all_do_something_else_do_not_hang_until_one_waits_for_anothe
         watch.look([0, 1])
         return bool(until())  # type: ignore[operator]
 
-    poll(lambda: look(lambda: asked[0] >= 2), 30, "the second look at their stacks")
+    poll(lambda: look(lambda: calls[0] >= 2), 30, "the second look at their stacks")
     assert hangs.of_run(two_ranks) is None
     (two_ranks / "meet").touch()
     poll(lambda: look(lambda: hangs.of_run(two_ranks)), 30, "the hang")
@@ -69,20 +69,20 @@ def test_ranks_that_all_do_something_else_do_not_hang_until_one_waits_for_anothe
 
 
 def test_what_one_of_several_sessions_gets_done_counts_for_the_process(tmp_path: Path) -> None:
-    """They take turns: one that waits for its turn does not hang. The newest is the one that answers."""
+    """Sessions take turns: a session that waits for its turn does not hang. The newest session answers."""
     environment = {"LOCKSTEP_NOTE": str(tmp_path / "note")}
     first, second = (Progress(0, RunInfo(str(tmp_path / name), 2, 1, False), environment) for name in ("one", "two"))
     try:
         before = progress.seen(tmp_path, 0)
         first.alive(5, 5)
-        shown = progress.seen(tmp_path, 0)
-        assert before is not None and shown is not None and shown.done > before.done
-        assert shown.about.run_dir.endswith("two")
-        assert __file__ in progress.stacks(tmp_path, {0: shown})[0]
+        after = progress.seen(tmp_path, 0)
+        assert before is not None and after is not None and after.done > before.done
+        assert after.about.run_dir.endswith("two")
+        assert __file__ in progress.stacks(tmp_path, {0: after})[0]
         second.close()
-        again = progress.seen(tmp_path, 0)
-        assert again is not None and again.about.run_dir.endswith("one") and again.steps == 5
-        assert __file__ in progress.stacks(tmp_path, {0: again})[0]
+        after_close = progress.seen(tmp_path, 0)
+        assert after_close is not None and after_close.about.run_dir.endswith("one") and after_close.steps == 5
+        assert __file__ in progress.stacks(tmp_path, {0: after_close})[0]
     finally:
         second.close()
         first.close()

@@ -75,8 +75,9 @@ def _options(options: dict[str, Any]) -> images.Options:
     return settings.build(images.Options, options, "source images", "data.options.")
 
 
-def stamps(name: str, root: Path, options: dict[str, Any]) -> Stamps:
+def stamps(data: Data) -> Stamps:
     """Returns the stamps of the source's current files; [] if it is generated, or if the files are gone."""
+    name, root, options = data.source, Path(data.root), data.options
     paths = [path for folder in FILES.get(name, ()) for path in (root / folder).glob("*")]
     if name == "images":
         paths = images.files_of(root, _options(options))

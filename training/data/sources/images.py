@@ -25,7 +25,7 @@ from ...config import Items
 from ...config.settings import Section
 from ...contract import UserError, printable
 from ...limits import DECODE_SECONDS
-from ...parallel.world import cores
+from ...parallel.cores import cores
 from ..batches import loader
 from .raw import Piece, Share, Stream
 

@@ -76,17 +76,13 @@ def numbered(count: int) -> list[str]:
     return [f"class {number}" for number in range(count)]
 
 
-def rows_of_a_piece(sample_bytes: int) -> int:
-    return max(PIECE_BYTES // max(sample_bytes, 1), 1)
-
-
 def cut(samples: Any, labels: Any) -> Generator[Piece, None, None]:
     """Yields a piece, cut into several if it is large. Checks nothing."""
     fits = isinstance(samples, np.ndarray) and isinstance(labels, np.ndarray) and samples.ndim
     if not fits or samples.shape[:1] != labels.shape:
         yield samples, labels
         return
-    rows = rows_of_a_piece(samples[:1].nbytes)
+    rows = max(PIECE_BYTES // max(samples[:1].nbytes, 1), 1)
     for low in range(0, len(labels), rows):
         yield samples[low : low + rows], labels[low : low + rows]
 

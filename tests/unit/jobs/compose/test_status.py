@@ -37,6 +37,6 @@ def node(state: int | str | dict[str, Any]) -> dict[str, Any]:
     ],
 )  # fmt: skip
 def test_what_containers_mean(nodes: list[Any], run_status: Any, state: str, code: int) -> None:
-    found = status_from_containers([node(each) for each in nodes], SPEC, run_status)
-    assert (found.state, found.code) == (state, code), found
-    assert "OOMKilled" in found.reason or not any(isinstance(each, dict) and "OOMKilled" in each for each in nodes)
+    status = status_from_containers([node(each) for each in nodes], SPEC, run_status)
+    assert (status.state, status.code) == (state, code), status
+    assert "OOMKilled" in status.reason or not any(isinstance(each, dict) and "OOMKilled" in each for each in nodes)

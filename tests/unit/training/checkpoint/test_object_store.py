@@ -26,9 +26,9 @@ SENT = ("run.yaml", "events.jsonl", "time.jsonl", "status.json", "metrics/rank-0
 
 @pytest.fixture(autouse=True)
 def store(monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
-    found = MemoryStore()
-    monkeypatch.setattr("obstore.store.from_url", lambda *_, **__: found)
-    return found
+    memory = MemoryStore()
+    monkeypatch.setattr("obstore.store.from_url", lambda *_, **__: memory)
+    return memory
 
 
 @pytest.fixture
@@ -149,7 +149,7 @@ def checkpoint(directory: Path, step: int) -> Path:
 def test_what_is_damaged_on_its_way_is_read_again(
     cut: bool, file: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a start would resume from an older checkpoint, and remove the newest one, which is good."""
+    """Otherwise a start resumes from an older checkpoint, and removes the newest one, which is good."""
     objects, get = acquired(run), obstore.get_range
     objects.commit(checkpoint(run, 3))
     damaged = list[str]()
@@ -163,22 +163,22 @@ def test_what_is_damaged_on_its_way_is_read_again(
 
     monkeypatch.setattr(obstore, "get_range", once)
     warnings = list[str]()
-    other = ObjectStore("s3://bucket/run")
+    reader = ObjectStore("s3://bucket/run")
     (tmp_path / "other").mkdir()
-    other.check(tmp_path / "other", False)
-    newest = other.acquire(False, warnings.append)
+    reader.check(tmp_path / "other", False)
+    newest = reader.acquire(False, warnings.append)
     assert len(damaged) == 1 and newest is not None and newest.name == "step-00000003" and not warnings
     assert content(tmp_path / "other") == content(run)
 
 
 def test_of_two_runs_that_begin_at_once_in_one_place_the_later_one_is_refused(run: Path, tmp_path: Path) -> None:
-    """It would go on from the other one's checkpoint, under its own settings."""
+    """The later run would resume from the first run's checkpoint, under other settings."""
     (tmp_path / "other").mkdir()
-    other = ObjectStore("s3://bucket/run")
-    other.check(tmp_path / "other", "word")
+    later = ObjectStore("s3://bucket/run")
+    later.check(tmp_path / "other", "word")
     acquired(run).commit(checkpoint(run, 3))
     with pytest.raises(UserError, match="another run"):
-        other.acquire("word", print)
+        later.acquire("word", print)
     assert not (tmp_path / "other/checkpoints").exists()
 
 
@@ -207,13 +207,3 @@ def test_an_archive_that_would_fill_the_memory_is_not_unpacked(run: Path, tmp_pa
     (tmp_path / "copy").mkdir()
     ObjectStore("s3://bucket/run").download(tmp_path / "copy", warnings.append)
     assert len(warnings) == 1 and "compressed" in warnings[0] and content(tmp_path / "copy") == {"run.yaml": b"{}"}
-
-
-@pytest.mark.parametrize("data", [b"of another program", b""])
-def test_an_archive_that_is_none_is_named(data: bytes, run: Path, tmp_path: Path) -> None:
-    objects, warnings = acquired(run), list[str]()
-    objects.put("files.zip", data)
-    head = Head(run="0" * 32, holder="a" * 32, commit="c" * 32, run_yaml="{}", archive="files.zip")
-    objects.put("head", head.text())
-    ObjectStore("s3://bucket/run").download(tmp_path, warnings.append)
-    assert len(warnings) == 1 and "files.zip" in warnings[0]

@@ -30,9 +30,9 @@ def _state(step: int) -> dict[str, Any]:
 
 @pytest.fixture
 def writer(tmp_path: Path) -> Any:
-    made = Writer(tmp_path / "checkpoints", keep=2, keep_best=True)
-    yield made
-    made.wait()
+    instance = Writer(tmp_path / "checkpoints", keep=2, keep_best=True)
+    yield instance
+    instance.wait()
 
 
 def test_a_save_starts_and_ends_no_thread(writer: Writer) -> None:
@@ -41,13 +41,15 @@ def test_a_save_starts_and_ends_no_thread(writer: Writer) -> None:
     saving = {
         thread for thread in before if thread.name.startswith("checkpoint")
     }  # others may end: those of another test
-    seen = []
+    samples = []
     for step in (1, 2):
         pending = writer.save(step, _state(step))
         while not pending.done():
-            seen.append(set(threading.enumerate()))
+            samples.append(set(threading.enumerate()))
         pending.result()
-    assert saving and len(seen) > 2 and all(saving <= each <= before for each in [*seen, set(threading.enumerate())])
+    assert (
+        saving and len(samples) > 2 and all(saving <= each <= before for each in [*samples, set(threading.enumerate())])
+    )
 
 
 def test_a_disk_that_hangs_keeps_no_other_run_of_the_process_waiting(
@@ -146,15 +148,15 @@ def test_a_manifest_of_another_kind_under_its_own_seal(writer: Writer, content: 
     path.write_text(content)
     with pytest.raises(CorruptCheckpoint, match=r"manifest\.json"):
         verify(path.parent)
-    found = newest_verified(writer.directory)
-    assert found is not None and store.step_of(found) == 1
+    newest = newest_verified(writer.directory)
+    assert newest is not None and store.step_of(newest) == 1
 
 
 @pytest.mark.promise("atomic-saves")
 def test_every_file_and_folder_is_forced_to_the_disk_before_the_name_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The calls are the real ones; what each of them leaves in the kernel's memory alone is kept count of."""
+    """The calls are real. `unsafe` holds the paths whose data is in the kernel's memory only."""
     unsafe: set[Path] = set()
     renamed = []
 

@@ -6,6 +6,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from lockstep.tools.export import write
 from lockstep.training.checkpoint import weights
 from lockstep.training.parallel import names
 from tests.product import UserError
@@ -15,31 +16,31 @@ def test_weight_files(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 2)
     path = tmp_path / "w.pth"
     torch.save({f"module.{name}": tensor for name, tensor in model.state_dict().items()}, path)
-    other = torch.nn.Linear(2, 2)
-    weights.assign(other, weights.read(path), path)
-    assert torch.equal(model.weight, other.weight)
+    target = torch.nn.Linear(2, 2)
+    weights.assign(target, weights.read(path), path)
+    assert torch.equal(model.weight, target.weight)
     with pytest.raises(UserError, match=r"w\.pth does not fit the model: .*size mismatch for weight"):
         weights.assign(torch.nn.Linear(3, 2), weights.read(path), path)
     with pytest.raises(UserError, match=r"Unexpected key.*bias"):
         weights.assign(torch.nn.Linear(2, 2, bias=False), weights.read(path), path)
     with pytest.raises(UserError, match="exists already"):
-        weights.write({}, path)
+        write({}, path)
     for content in (b"", b"nonsense", b"\x80\x04cposix\nsystem\n"):
         for bad in (path, tmp_path / "bad.safetensors"):
             bad.write_bytes(content)
             with pytest.raises(UserError, match=r"is not a file of plain weights"):
                 weights.read(bad)
     plain = {"weight": torch.randn(4, 3, 2, 2).contiguous(memory_format=torch.channels_last), "bias": torch.randn(2)}
-    weights.write(plain, tmp_path / "w.safetensors")
-    for read in (weights.read, safetensors.torch.load_file):  # ours, and anybody's
-        found = read(tmp_path / "w.safetensors")
-        assert found.keys() == plain.keys() and all(torch.equal(found[name], plain[name]) for name in plain)
-    weights.write(plain, tmp_path / "v.safetensors", {"width": 64, "half": "\ud800", "\ud800": 1, 2: 3, "format": "x"})  # type: ignore[dict-item]
+    write(plain, tmp_path / "w.safetensors")
+    for read in (weights.read, safetensors.torch.load_file):  # our reader, and safetensors'
+        tensors = read(tmp_path / "w.safetensors")
+        assert tensors.keys() == plain.keys() and all(torch.equal(tensors[name], plain[name]) for name in plain)
+    write(plain, tmp_path / "v.safetensors", {"width": 64, "half": "\ud800", "\ud800": 1, 2: 3, "format": "x"})  # type: ignore[dict-item]
     with safetensors.safe_open(tmp_path / "v.safetensors", "pt") as file:
         assert file.metadata() == {"width": "64", "format": "pt"}
     values = {f"v{number}": number for number in range(8)}
-    weights.write(plain, tmp_path / "one.safetensors", values)
-    weights.write(dict(reversed(plain.items())), tmp_path / "other.safetensors", dict(reversed(values.items())))
+    write(plain, tmp_path / "one.safetensors", values)
+    write(dict(reversed(plain.items())), tmp_path / "other.safetensors", dict(reversed(values.items())))
     assert (tmp_path / "one.safetensors").read_bytes() == (tmp_path / "other.safetensors").read_bytes()
     torch.save([1], path)
     with pytest.raises(UserError, match="does not hold a state dict"):
@@ -51,7 +52,7 @@ def test_weight_files(tmp_path: Path) -> None:
 class Net(torch.nn.Module):
     def __init__(self, parallel: type[torch.nn.Module] | None = None) -> None:
         super().__init__()
-        self.module = torch.nn.Linear(2, 2)  # its own, and no wrapper's
+        self.module = torch.nn.Linear(2, 2)  # the network's attribute, not a wrapper's
         self.tied = torch.nn.Sequential(self.module)
         if parallel is not None:
             self.tied = parallel(self.tied)  # type: ignore[assignment]
@@ -84,10 +85,11 @@ def test_what_wrappers_add_to_names_makes_no_difference(tmp_path: Path) -> None:
         }
         for content in (tensors, {"state_dict": tensors, "epoch": 3}, {"model": tensors, "optimizer": {"state": {}}}):
             torch.save(content, path)
-            for other in (Net(), wrapped):
-                weights.assign(other, weights.read(path), path)
+            for target in (Net(), wrapped):
+                weights.assign(target, weights.read(path), path)
                 assert all(
-                    torch.equal(one, two) for one, two in zip(net.state_dict().values(), other.state_dict().values())
+                    torch.equal(first, second)
+                    for first, second in zip(net.state_dict().values(), target.state_dict().values())
                 )
     tensors = net.state_dict()
     with pytest.raises(UserError, match="Unexpected key"):

@@ -1,4 +1,4 @@
-"""Settings: what a recipe, a file and words after --set may say, and what of them makes another run."""
+"""Settings: what a recipe, a file and words after --set may hold, and which changes make another run."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lockstep.tools.settings import json_schema
 from lockstep.training import config
 from lockstep.training.config import settings
 from tests.product import UserError
@@ -61,9 +62,9 @@ def test_numbers_and_short_names_as_people_write_them() -> None:
     assert (loaded.optim.lr, loaded.batch_size, loaded.seed) == (1e-3, 64, 7)
     assert loaded.model_options == {"stem": "stock"} and loaded.data.augment.padding == "zero"
     for word, value in (("lr=1", 1.0), ("lr=1.0e-3", 1e-3), ("lr=1_000", 1000.0), ("lr=0x10", 16.0), ("epochs=2", 2)):
-        made = config.load("smoke", [word])
-        found = getattr(made if word[0] == "e" else made.optim, word.split("=")[0])
-        assert found == value and type(found) is type(value), word
+        settings_of_word = config.load("smoke", [word])
+        actual = getattr(settings_of_word if word[0] == "e" else settings_of_word.optim, word.split("=")[0])
+        assert actual == value and type(actual) is type(value), word
 
 
 @pytest.mark.promise("bad-input", "hostile-files")
@@ -85,8 +86,8 @@ def test_a_hostile_recipe_file_is_refused(tmp_path: Path, text: str, named: str)
     path.write_text(text)
     with pytest.raises(UserError, match=named):
         config.load(str(path))
-    for name, told in (("smokey", "smoke"), (str(tmp_path / "none.yaml"), "none.yaml")):
-        with pytest.raises(UserError, match=told):
+    for name, message in (("smokey", "smoke"), (str(tmp_path / "none.yaml"), "none.yaml")):
+        with pytest.raises(UserError, match=message):
             config.load(name)
 
 
@@ -102,8 +103,8 @@ def test_only_a_setting_that_is_not_free_makes_another_run() -> None:
 
 
 def test_the_schema_of_a_recipe() -> None:
-    """Editors read it: it takes every recipe, and it finds what a person gets wrong."""
-    schema = settings.json_schema(config.Config)
+    """Editors read the schema: it accepts every recipe, and rejects a person's mistakes."""
+    schema = json_schema(config.Config)
     check = jsonschema.Draft202012Validator(schema)
     for path in config.RECIPES.glob("*.yaml"):
         check.validate(yaml.safe_load(path.read_text()))

@@ -13,6 +13,6 @@ pytestmark = pytest.mark.promise("replicas-apart")
 def test_numbers_of_a_list_are_one_value_with_its_length(kind: type) -> None:
     first = digests({"tokens": kind(range(100)), "label": 3})
     assert len(first) == 2 and first == digests({"tokens": kind(range(100)), "label": 3})
-    for other in ([*range(99)], [*range(99), 0]):
-        assert digests({"tokens": kind(other), "label": 3}) != first
+    for numbers in ([*range(99)], [*range(99), 0]):
+        assert digests({"tokens": kind(numbers), "label": 3}) != first
     assert [value[0] for value in digests((1, 0.5))] == [True, False], "a label beside a number stays a whole number"

@@ -41,8 +41,10 @@ def test_a_sample_is_augmented_the_same_in_any_batch_and_layout() -> None:
     order = torch.randperm(N)
     assert torch.equal(augment(IMAGES, order, IDS[order], data, draw_keys(1, 2)), whole[order])
     assert not torch.equal(augment(IMAGES, ROWS, IDS, data, draw_keys(1, 3)), whole)
-    other = augment(IMAGES, ROWS, IDS, data, draw_keys(1, 2), channels_last=True)
-    assert torch.equal(whole, other) and other.is_contiguous(memory_format=torch.channels_last)
+    channels_last_batch = augment(IMAGES, ROWS, IDS, data, draw_keys(1, 2), channels_last=True)
+    assert torch.equal(whole, channels_last_batch) and channels_last_batch.is_contiguous(
+        memory_format=torch.channels_last
+    )
 
 
 def test_draws_are_uniform() -> None:

@@ -13,23 +13,23 @@ from tests import product
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Any:
+def shards(tmp_path: Path) -> Any:
     raw = product.source("synthetic", tmp_path, n=101, n_test=3, size=4)
     return product.sharded(tmp_path / "shards", raw.train, raw.test, raw.classes, 5)
 
 
-def test_resident_and_prefetched_batches_are_the_same(made: Any) -> None:
-    one, other = (product.batches(made, 24, 1, 2, resident=resident) for resident in ("always", "never"))
-    assert one.source.resident and not other.source.resident
-    batches = list(zip(*(batches.epoch(3, iter(range(1, batches.division.steps))) for batches in (one, other))))
+def test_resident_and_prefetched_batches_are_the_same(shards: Any) -> None:
+    first, second = (product.batches(shards, 24, 1, 2, resident=resident) for resident in ("always", "never"))
+    assert first.source.resident and not second.source.resident
+    batches = list(zip(*(batches.epoch(3, iter(range(1, batches.division.steps))) for batches in (first, second))))
     assert len(batches) == 3
     for (a, part), (b, same) in batches:
         assert torch.equal(a.ids, b.ids) and torch.equal(a.labels, b.labels) and part == same and part.total == 24
         assert torch.equal(a.images[a.rows], b.images[b.rows])
 
 
-def test_an_epoch_can_be_left_early_and_errors_reach_the_caller(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    loader = product.batches(made, 24, resident="never")
+def test_an_epoch_can_be_left_early_and_errors_reach_the_caller(shards: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = product.batches(shards, 24, resident="never")
     batches = loader.epoch(0)
     next(batches)
     batches.close()

@@ -17,8 +17,8 @@ def test_orders_of_epochs_and_seeds_are_unrelated() -> None:
     n = 50_000
     base = order.permute(torch.arange(n), n, order.key(0, 0, 1)).double()
     for seed, epoch in ((0, 1), (1, 0), (0, 2**20)):
-        other = order.permute(torch.arange(n), n, order.key(seed, epoch, 1)).double()
-        assert abs(torch.corrcoef(torch.stack([base, other]))[0, 1]) < 0.02
+        ids = order.permute(torch.arange(n), n, order.key(seed, epoch, 1)).double()
+        assert abs(torch.corrcoef(torch.stack([base, ids]))[0, 1]) < 0.02
     assert abs(torch.corrcoef(torch.stack([base, torch.arange(n).double()]))[0, 1]) < 0.02
     neighbours = (base[1:] - base[:-1]).abs().mean()
     assert abs(neighbours / (n / 3) - 1) < 0.02  # the mean distance of two uniform draws
@@ -33,7 +33,7 @@ def test_parts_make_up_the_same_global_batches_at_every_world_size(
 ) -> None:
     batch = batch if uneven == "weight" else min(batch, n)
     steps = order.steps_per_epoch(n, batch, uneven)
-    seen = []
+    epoch_ids = []
     for step in range(steps):
         ids = order.global_ids(n, seed, epoch, step, batch, uneven)
         parts = [ids[slice(*order.bounds(len(ids), rank, world, multiple))] for rank in range(world)]
@@ -41,10 +41,10 @@ def test_parts_make_up_the_same_global_batches_at_every_world_size(
         assert all(len(part) % multiple == 0 for part in parts if len(part)) or sum(
             len(part) % multiple != 0 for part in parts
         ) == (len(ids) % multiple != 0)
-        seen += ids.tolist()
+        epoch_ids += ids.tolist()
     if uneven == "weight":
-        assert sorted(seen) == list(range(n))
+        assert sorted(epoch_ids) == list(range(n))
     elif uneven == "drop":
-        assert len(set(seen)) == len(seen) == steps * batch
+        assert len(set(epoch_ids)) == len(epoch_ids) == steps * batch
     else:
-        assert set(seen) == set(range(n)) and len(seen) == steps * batch
+        assert set(epoch_ids) == set(range(n)) and len(epoch_ids) == steps * batch

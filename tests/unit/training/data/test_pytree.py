@@ -1,4 +1,4 @@
-"""Whatever a loader gives comes to the device, and stays what it was."""
+"""Every batch of a loader moves to the device and keeps its types."""
 
 from __future__ import annotations
 
@@ -53,5 +53,5 @@ def test_whatever_is_given_comes_to_the_device_and_stays_what_it_was() -> None:
     for name, (make, tensors) in ITEMS.items():
         item = make()
         moved = to_device(item, META)
-        found = tensors(moved)
-        assert type(moved) is type(item) and found and all(tensor.device == META for tensor in found), name
+        on_device = tensors(moved)
+        assert type(moved) is type(item) and on_device and all(tensor.device == META for tensor in on_device), name

@@ -16,32 +16,32 @@ from tests.product import UserError
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Manifest:
+def manifest(tmp_path: Path) -> Manifest:
     raw = product.source("synthetic", tmp_path, n=100, n_test=20, size=4, classes=3)
     return product.sharded(tmp_path / "shards", raw.train, raw.test, raw.classes, 3)
 
 
-def test_a_file_that_is_missing_is_named(made: Manifest) -> None:
-    (made.directory / made.splits["train"][1].file).unlink()
-    assert len(Samples.open(made, "test")) == 20
+def test_a_file_that_is_missing_is_named(manifest: Manifest) -> None:
+    (manifest.directory / manifest.splits["train"][1].file).unlink()
+    assert len(Samples.open(manifest, "test")) == 20
     with pytest.raises(UserError, match="train-00001"):
-        Samples.open(made, "train")
+        Samples.open(manifest, "train")
 
 
 @pytest.mark.parametrize("names", [("train",), ("train", "test", "x")])
-def test_splits_that_lack_or_are_unknown_are_refused(made: Manifest, names: tuple[str, ...]) -> None:
-    path = made.directory / "manifest.json"
+def test_splits_that_lack_or_are_unknown_are_refused(manifest: Manifest, names: tuple[str, ...]) -> None:
+    path = manifest.directory / "manifest.json"
     about = json.loads(path.read_text())
     path.write_text(json.dumps({**about, "splits": dict.fromkeys(names, about["splits"]["train"])}))
     with pytest.raises(UserError, match="splits must have files for train and test"):
-        Manifest.read(made.directory)
+        Manifest.read(manifest.directory)
 
 
-def test_writing_never_touches_what_is_there(tmp_path: Path, made: Manifest) -> None:
-    before = {path.name: path.read_bytes() for path in made.directory.iterdir()}
+def test_writing_never_touches_what_is_there(tmp_path: Path, manifest: Manifest) -> None:
+    before = {path.name: path.read_bytes() for path in manifest.directory.iterdir()}
     with pytest.raises(UserError, match="exists already"):
-        product.sharded(made.directory, *2 * [(np.ones((9, 4), np.float32), np.arange(9))], ["x"] * 9)
-    assert {path.name: path.read_bytes() for path in made.directory.iterdir()} == before
+        product.sharded(manifest.directory, *2 * [(np.ones((9, 4), np.float32), np.arange(9))], ["x"] * 9)
+    assert {path.name: path.read_bytes() for path in manifest.directory.iterdir()} == before
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=str(tmp_path / "file")):
         shard_writer.prepare(product.data(source="digits", root=str(tmp_path / "file")))

@@ -13,17 +13,17 @@ from tests.product import EXIT_PREEMPTED
 
 
 def test_wrong_usage_beats_preempted_beats_failed() -> None:
-    """Of ranks that have ended at the same moment; a real launcher seldom sees two."""
+    """The ranks end at the same moment, which a real launcher seldom sees."""
     assert [exit_code(codes) for codes in ([1], [-9, 75], [75, 2, 1], [-11])] == [1, 75, 2, 1]
 
 
 def test_ranks_that_ended_alike_are_one_sentence_and_who_was_killed_comes_first() -> None:
-    said = deaths({0: 1, 1: -11, 2: 1, 3: 75}, None, ours=False)
-    assert said == ["rank 1 was ended by SIGSEGV", "rank 0, 2 ended with exit code 1"]
+    sentences = deaths({0: 1, 1: -11, 2: 1, 3: 75}, None, ours=False)
+    assert sentences == ["rank 1 was ended by SIGSEGV", "rank 0, 2 ended with exit code 1"]
 
 
 def _start(folder: Path) -> Attempts | None:
-    """The next pod of the node; None where it may not start."""
+    """Starts the next pod of the node; returns None if it may not start."""
     attempts = Attempts(folder, limit=2)
     return attempts if attempts.begin() else None
 

@@ -1,4 +1,4 @@
-"""What nodes keep in the store where they meet: JSON with an HMAC, and nothing else is believed."""
+"""Nodes keep JSON with an HMAC in their rendezvous store, and ignore everything else."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_key_that_another_client_deletes_holds_no_caller_up(served: dist.TCPSt
 @pytest.mark.parametrize(
     ("master", "expected"), [("", "n-1"), ("job-master-0", "n-1"), ("job-node-0-0.job", "n-1.job"), ("10.0.0.5", "n-1")]
 )
-def test_a_node_is_found_in_the_masters_domain(master: str, expected: str) -> None:
+def test_a_nodes_address_is_in_the_masters_domain(master: str, expected: str) -> None:
     """The emulated kubelet gives each node an address; on a cluster it is this one."""
     assert node_address({"PET_MASTER_ADDR": master} if master else {}, "n-1") == expected
 
@@ -57,25 +57,25 @@ def test_a_node_is_found_in_the_masters_domain(master: str, expected: str) -> No
 def test_of_two_launchers_that_would_serve_at_one_moment_one_joins(
     monkeypatch: pytest.MonkeyPatch, host: bool | None
 ) -> None:
-    """Both have bound the port, and the other one listens first. A node that is to serve refuses instead."""
+    """Both have bound the port, and the other launcher listens first. A node that has to serve refuses instead."""
     with socket.socket() as bound, contextlib.ExitStack() as stack:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(("127.0.0.1", 0))
         port = bound.getsockname()[1]
-        other = stores.tcp_store("127.0.0.1", port, serves=True, seconds=2)
-        monkeypatch.setattr(stores, "_bound", lambda *_: bound)
+        server = stores.tcp_store("127.0.0.1", port, serves=True, seconds=2)
+        monkeypatch.setattr(stores, "listening", lambda *_: bound.listen())
         if host:
             stack.enter_context(pytest.raises(CannotMeet))
         _, number = opened(Meeting(f"127.0.0.1:{port}", "secret", "job", "127.0.0.1", 2, 2.0, host=host))
-        assert number == 1 and other.num_keys() > 0
+        assert number == 1 and server.num_keys() > 0
 
 
 def test_the_launcher_that_serves_decides_even_if_another_one_has_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
     serve = module._tcp_store
 
-    def late(wanted: Meeting, serves: bool) -> dist.Store:
-        store = serve(wanted, serves)
-        dist.PrefixStore("lockstep/nodes/job", store).add("count", 1)  # the other one joins before this one has counted
+    def late(meeting: Meeting, serves: bool) -> dist.Store:
+        store = serve(meeting, serves)
+        dist.PrefixStore("lockstep/nodes/job", store).add("count", 1)  # another launcher joins before this one counts
         return store
 
     monkeypatch.setattr(module, "_tcp_store", late)

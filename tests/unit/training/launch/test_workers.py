@@ -18,8 +18,10 @@ from tests.ranks import training
 pytestmark = pytest.mark.promise("restarts")
 
 
-def test_a_full_disk_costs_a_line_and_not_the_next_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor does a rank wait for who would read them."""
+def test_a_full_disk_costs_a_line_and_not_the_next_ones(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A rank does not wait for a reader of its lines."""
     with contextlib.suppress(OSError), open("/dev/full", "w") as full:  # closing it fails, too
         monkeypatch.setattr("sys.stdout", full)
         output = Output(0)
@@ -29,7 +31,9 @@ def test_a_full_disk_costs_a_line_and_not_the_next_ones(monkeypatch: pytest.Monk
         os.write(errors, b"said\n")
         os.close(out)
         os.close(errors)
-        output.wait(time.monotonic() + 60)
+        deadline = time.monotonic() + 60
+        output.wait(deadline)
+        assert time.monotonic() < deadline and capsys.readouterr().err == "[rank 0] said\n"
 
 
 def test_the_lines_of_two_ranks_are_whole_where_a_write_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,7 +43,7 @@ def test_the_lines_of_two_ranks_are_whole_where_a_write_takes_long(monkeypatch: 
             time.sleep(0.3)
             return super().write(text[8:])
 
-    monkeypatch.setattr("sys.stdout", said := Slow())
+    monkeypatch.setattr("sys.stdout", stdout := Slow())
     outputs = [Output(0), Output(1)]
     for output in outputs:
         os.write(output.descriptors[0], b"said\n")
@@ -47,7 +51,7 @@ def test_the_lines_of_two_ranks_are_whole_where_a_write_takes_long(monkeypatch: 
         for descriptor in output.descriptors:
             os.close(descriptor)
         output.wait(time.monotonic() + 60)
-    assert sorted(said.getvalue().splitlines()) == ["[rank 0] said", "[rank 1] said"]
+    assert sorted(stdout.getvalue().splitlines()) == ["[rank 0] said", "[rank 1] said"]
 
 
 def test_who_keeps_the_pipe_and_writes_on_is_not_waited_for(capfd: pytest.CaptureFixture[str]) -> None:
@@ -65,5 +69,5 @@ def test_who_keeps_the_pipe_and_writes_on_is_not_waited_for(capfd: pytest.Captur
 
 def test_a_name_moves_no_cursor(capsys: pytest.CaptureFixture[str]) -> None:
     say("loss of \x1b[2J is not finite")
-    told = capsys.readouterr().out + training("evaluate", "none\x1b[2J").output
-    assert "\x1b" not in told and told.count("\\x1b[2J") == 2
+    output = capsys.readouterr().out + training("evaluate", "none\x1b[2J").output
+    assert "\x1b" not in output and output.count("\\x1b[2J") == 2

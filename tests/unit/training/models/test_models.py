@@ -51,13 +51,13 @@ def test_a_model_keeps_the_contract(name: str) -> None:
 @pytest.mark.parametrize("name", models.MODELS)
 def test_the_seed_decides_the_weights_which_load_into_a_new_one(name: str) -> None:
     """Ranks begin alike, and so does a run that is started again."""
-    (first, x, _), (second, *_), (other, *_) = (made(name, seed) for seed in (0, 0, 1))
-    mine, same, others = (model.state_dict() for model in (first, second, other))
-    assert all(torch.equal(mine[key], same[key]) for key in mine) and any(
-        not torch.equal(mine[key], others[key]) for key in mine
+    (first, x, _), (second, *_), (third, *_) = (made(name, seed) for seed in (0, 0, 1))
+    first_weights, second_weights, third_weights = (model.state_dict() for model in (first, second, third))
+    assert all(torch.equal(first_weights[key], second_weights[key]) for key in first_weights) and any(
+        not torch.equal(first_weights[key], third_weights[key]) for key in first_weights
     )
-    other.load_state_dict(mine)
-    assert torch.equal(first.eval()(x), other.eval()(x))
+    third.load_state_dict(first_weights)
+    assert torch.equal(first.eval()(x), third.eval()(x))
 
 
 @pytest.mark.parametrize(

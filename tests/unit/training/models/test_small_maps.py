@@ -42,8 +42,8 @@ def test_it_equals_conv2d(
         y = conv(leaf)
         y.backward(torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(1)))
         results.append((y.detach(), leaf.grad, *(p.grad for p in conv.parameters())))
-    for expected, found in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    for expected, actual in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
 
 
 def test_other_convolutions_are_refused_or_left_alone() -> None:
@@ -51,9 +51,9 @@ def test_other_convolutions_are_refused_or_left_alone() -> None:
     for words in options:
         with pytest.raises(ValueError, match="use nn.Conv2d"):
             SmallMapConv2d(4, 4, 3, **words)
-    left = [*(nn.Conv2d(4, 4, 3, **words) for words in options), nn.Conv2d(4, 4, 1), nn.Conv1d(4, 4, 3)]  # type: ignore[arg-type]
-    network = nn.Sequential(*left, nn.Sequential(nn.Conv2d(4, 4, 3)))
+    layers = [*(nn.Conv2d(4, 4, 3, **words) for words in options), nn.Conv2d(4, 4, 1), nn.Conv1d(4, 4, 3)]  # type: ignore[arg-type]
+    network = nn.Sequential(*layers, nn.Sequential(nn.Conv2d(4, 4, 3)))
     weight = network[-1][0].weight
     convert(network)
-    assert list(network[:-1]) == left
+    assert list(network[:-1]) == layers
     assert type(network[-1][0]) is SmallMapConv2d and network[-1][0].weight is weight

@@ -61,14 +61,14 @@ def test_every_row_of_the_table_is_a_series_and_nothing_else_is() -> None:
     expected = {PREFIX + name.removesuffix("_total") for name in TABLE}
     assert families.keys() == expected and all(family.documentation for family in families.values())
     labels = [sample.labels for family in families.values() for sample in family.samples]
-    assert {(one["run"], one["rank"]) for one in labels} == {("cifar", "3")}
+    assert {(pair["run"], pair["rank"]) for pair in labels} == {("cifar", "3")}
     values = _samples(text)
-    told = {
+    expected_values = {
         "step": 13, "samples_total": 128, "sync_bytes_total": 1500, "preemptions_total": 2, "step_duration_seconds_count": 2,
         "finished": 1, "grad_ready_seconds_bucket[0.03]": 2, "grad_ready_seconds_bucket[0.01]": 0,
         "corrupt_files_total[shard]": 1, "corrupt_files_total[checkpoint]": 0,
     }  # fmt: skip
-    assert {name: values[PREFIX + name] for name in told} == told
+    assert {name: values[PREFIX + name] for name in expected_values} == expected_values
     series = [line for line in text.splitlines() if not line.startswith("#")]
     assert len(series) + 2 <= 100, "a GPU adds two"
     assert not any("_created" in line for line in series)
@@ -91,11 +91,11 @@ def _exporter(
 
 @contextlib.contextmanager
 def _serving(folder: Path, *args: object, **settings: object) -> Iterator[Exporter]:
-    made = _exporter(folder, *args, **settings)  # type: ignore[arg-type]
+    exporter = _exporter(folder, *args, **settings)  # type: ignore[arg-type]
     try:
-        yield made
+        yield exporter
     finally:
-        made.close()
+        exporter.close()
 
 
 def _get(port: object, path: str, accept: str = "") -> tuple[int, str, str]:
@@ -114,21 +114,21 @@ def _port(exporter: Exporter) -> int:
 
 
 def test_a_rank_serves_its_metrics_and_leaves_them_in_a_file(tmp_path: Path) -> None:
-    made = _exporter(tmp_path / "run")
-    port = _port(made)
+    exporter = _exporter(tmp_path / "run")
+    port = _port(exporter)
     code, kind, text = _get(port, "/metrics")
     assert code == 200 and kind.startswith("text/plain") and 'run="run"' in text
     code, kind, text = _get(port, "/metrics", "application/openmetrics-text;version=1.0.0")
     assert kind.startswith("application/openmetrics-text") and text.endswith("# EOF\n")
     assert "training_step_duration_seconds" in {family.name for family in parse_openmetrics(text)}
     assert _get(port, "/elsewhere")[0] == 404
-    made.begin()
-    made.close()
+    exporter.begin()
+    exporter.close()
     with pytest.raises(urllib.error.URLError):
         _get(port, "/metrics")
     assert "training_finished" in (tmp_path / "run/metrics/rank-00000.prom").read_text()
-    made = _exporter(tmp_path / "wrong words")
-    made.close()
+    exporter = _exporter(tmp_path / "wrong words")
+    exporter.close()
     assert not (tmp_path / "wrong words").exists()
     _exporter(tmp_path / "off", enabled=False).close()
     assert not (tmp_path / "off").exists()
@@ -146,25 +146,28 @@ def test_on_one_machine_no_other_host_is_served(
     tmp_path: Path, world: World, address: str | None, narrow: bool
 ) -> None:
     env = {"LOCKSTEP_METRICS_PORT": "0", **({"LOCKSTEP_METRICS_ADDRESS": address} if address else {})}
-    with _serving(tmp_path, world, env) as made:
-        assert made._server is not None
-        assert (made._server.server_address[0] == "127.0.0.1") == narrow
+    with _serving(tmp_path, world, env) as exporter:
+        assert exporter._server is not None
+        assert (exporter._server.server_address[0] == "127.0.0.1") == narrow
 
 
 def test_an_obstacle_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "metrics").write_text("no folder")
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with _serving(tmp_path, World(), {"LOCKSTEP_METRICS_PORT": str(port)}) as made:
-            found = _port(made)
-            assert found != port and _get(found, "/metrics")[0] == 200
-            made.begin()
+    with socket.socket() as occupied_socket:
+        occupied_socket.bind(("127.0.0.1", 0))
+        occupied_socket.listen()
+        port = occupied_socket.getsockname()[1]
+        with _serving(tmp_path, World(), {"LOCKSTEP_METRICS_PORT": str(port)}) as exporter:
+            other_port = _port(exporter)
+            assert other_port != port and _get(other_port, "/metrics")[0] == 200
+            exporter.begin()
             for _ in range(3):
-                made._write_textfile()
-    said = capsys.readouterr().err
-    assert said.count(f"port {port} is not free") == said.count("rank-00000.prom") == 1 and "the run continues" in said
+                exporter._write_textfile()
+    warnings = capsys.readouterr().err
+    assert (
+        warnings.count(f"port {port} is not free") == warnings.count("rank-00000.prom") == 1
+        and "the run continues" in warnings
+    )
     for text in ("x", "-1", "65536", "9470 "):
         with pytest.raises(product.UserError, match="LOCKSTEP_METRICS_PORT"):
             _exporter(tmp_path / "run", env={"LOCKSTEP_METRICS_PORT": text})
@@ -174,24 +177,24 @@ def test_an_obstacle_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_a_second_run_on_a_machine_takes_another_port_without_a_word(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with socket.socket() as taken:
+    with socket.socket() as occupied_socket:
         with contextlib.suppress(OSError):  # another run has it
-            taken.bind(("127.0.0.1", 9470))
-            taken.listen()
-        with _serving(tmp_path, World(), {}) as made:
-            assert _port(made) != 9470
+            occupied_socket.bind(("127.0.0.1", 9470))
+            occupied_socket.listen()
+        with _serving(tmp_path, World(), {}) as exporter:
+            assert _port(exporter) != 9470
     assert capsys.readouterr().err == ""
 
 
 def test_ranks_of_a_larger_world_are_forgotten(tmp_path: Path) -> None:
-    """Files half written are removed, and those of others stay."""
+    """Half-written files are removed, and other programs' files stay."""
     (tmp_path / "metrics").mkdir()
     for name in ("rank-00007.prom", "rank-00001.prom", ".rank-00000.prom.9f", "rank-x.prom"):
         (tmp_path / "metrics" / name).write_text("")
-    with _serving(tmp_path, World(size=2, local_size=2)) as made:
-        made.begin()
-    left = sorted(path.name for path in (tmp_path / "metrics").iterdir())
-    assert left == ["rank-00000.prom", "rank-00001.prom", "rank-x.prom"]
+    with _serving(tmp_path, World(size=2, local_size=2)) as exporter:
+        exporter.begin()
+    names = sorted(path.name for path in (tmp_path / "metrics").iterdir())
+    assert names == ["rank-00000.prom", "rank-00001.prom", "rank-x.prom"]
 
 
 def test_the_users_own_link_in_the_run_directory_is_followed(tmp_path: Path) -> None:
@@ -199,31 +202,31 @@ def test_the_users_own_link_in_the_run_directory_is_followed(tmp_path: Path) -> 
     elsewhere.mkdir()
     run.mkdir()
     (run / "metrics").symlink_to(elsewhere)
-    with _serving(run) as made:
-        made.begin()
+    with _serving(run) as exporter:
+        exporter.begin()
     assert 'run="my run"' in (elsewhere / "rank-00000.prom").read_text()
 
 
 def test_idle_connections_keep_no_client_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lockstep.training.observe.metrics._Request.timeout", 0.5)
-    with _serving(tmp_path) as made, contextlib.ExitStack() as stack:
-        silent = [stack.enter_context(socket.create_connection(("127.0.0.1", _port(made)), 10)) for _ in range(129)]
+    with _serving(tmp_path) as exporter, contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(socket.create_connection(("127.0.0.1", _port(exporter)), 10)) for _ in range(129)]
         for _ in range(5):
-            assert _get(_port(made), "/healthz")[0] == 200
+            assert _get(_port(exporter), "/healthz")[0] == 200
         silent[0].settimeout(10)
         assert silent[0].recv(1) == b"", "a client that says nothing is cut off"
 
 
 def test_connections_beyond_a_number_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a client takes the last of the files that the training may open."""
+    """Otherwise a client uses up the descriptors of the training."""
     monkeypatch.setattr("lockstep.training.observe.metrics.CONNECTIONS", 3)
-    with _serving(tmp_path) as made, contextlib.ExitStack() as stack:
+    with _serving(tmp_path) as exporter, contextlib.ExitStack() as stack:
         *silent, last = [
-            stack.enter_context(socket.create_connection(("127.0.0.1", _port(made)), 10)) for _ in range(4)
+            stack.enter_context(socket.create_connection(("127.0.0.1", _port(exporter)), 10)) for _ in range(4)
         ]
         assert last.recv(1) == b""
         silent[0].close()
-        poll(lambda: _well(_port(made)), 10)
+        poll(lambda: _well(_port(exporter)), 10)
 
 
 def _well(port: int) -> bool:
@@ -234,9 +237,9 @@ def _well(port: int) -> bool:
 
 def test_a_request_that_cannot_be_answered_prints_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     strange = b"GET /metrics HTTP/1.1\r\nAccept: application/openmetrics-text; version=x\r\n\r\n"
-    with _serving(tmp_path) as made, socket.create_connection(("127.0.0.1", _port(made)), 10) as client:
+    with _serving(tmp_path) as exporter, socket.create_connection(("127.0.0.1", _port(exporter)), 10) as client:
         client.sendall(strange)
         while client.recv(4096):
             pass
-        assert _get(_port(made), "/healthz")[0] == 200
+        assert _get(_port(exporter), "/healthz")[0] == 200
     assert capfd.readouterr().err == ""

@@ -19,10 +19,10 @@ def test_a_lock_is_of_the_directory_that_has_the_name(tmp_path: Path, monkeypatc
 
     class Renamed(filelock.FileLock):
         def acquire(self, *args: Any, **more: Any) -> Any:
-            taken = super().acquire(*args, **more)
+            lock = super().acquire(*args, **more)
             if not aside.exists():
                 path.rename(aside)
-            return taken
+            return lock
 
     monkeypatch.setattr(filelock, "FileLock", Renamed)
     with pytest.raises(filelock.Timeout):

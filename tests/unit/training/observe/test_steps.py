@@ -1,4 +1,4 @@
-"""Who is slow, in what, and what it costs: of made-up times, so that the right answer is known."""
+"""Which rank is slow, in which phase, at what cost: from made-up times, so that the right answer is known."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ STEPS, BASE = 20, 0.05
 
 @given(times)
 def test_what_a_rank_costs_is_what_the_steps_would_gain(own: Floats) -> None:
-    found, total = costs(own), own.sum(axis=2)
+    cost, total = costs(own), own.sum(axis=2)
     quicker = total.copy()
     for row in quicker:
         row[row.argmax()] = sorted(row)[-2]
-    assert found.sum() == pytest.approx((total.max(axis=1) - quicker.max(axis=1)).sum(), abs=1e-5)
-    assert (found.sum(axis=1) >= -1e-6).all()
+    assert cost.sum() == pytest.approx((total.max(axis=1) - quicker.max(axis=1)).sum(), abs=1e-5)
+    assert (cost.sum(axis=1) >= -1e-6).all()
     swapped = costs(own[:, ::-1])[::-1]
     if len({*total.ravel()}) == total.size:  # of equal ones the first is taken
-        assert np.allclose(swapped, found)
+        assert np.allclose(swapped, cost)
 
 
 @given(times)
@@ -69,17 +69,17 @@ def test_a_rank_is_named_with_the_phase_and_what_would_be_gained(ranks: int, sha
     machine.go(40)
     assert machine.history.verdict is None
     gained = machine.go(steps.BLOCKS, rank=1, phase=2, more=share * BASE)
-    found = machine.history.verdict
-    assert found is not None and (found.rank, found.phase) == (10, "update")
-    assert gained - 0.015 < found.share < gained + 0.04, "chance makes the others slowest, too, but not as often"
+    verdict = machine.history.verdict
+    assert verdict is not None and (verdict.rank, verdict.phase) == (10, "update")
+    assert gained - 0.015 < verdict.share < gained + 0.04, "chance makes the others slowest, too, but not as often"
     machine.go(steps.BLOCKS)
     assert machine.history.verdict is None
 
 
 def test_of_ranks_that_are_alike_none_is_named() -> None:
-    named = 0
+    verdicts = 0
     for seed in range(200):
         machine = Machine(2 + seed % 7, seed)
         machine.go(30)
-        named += machine.history.verdict is not None
-    assert named <= 1
+        verdicts += machine.history.verdict is not None
+    assert verdicts <= 1

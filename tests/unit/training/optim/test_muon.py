@@ -29,10 +29,10 @@ def test_batched_and_padded_newton_schulz_is_the_plain_one(shape: tuple[int, int
     expected = torch.stack([plain_newton_schulz(matrix) for matrix in matrices])
     torch.testing.assert_close(orthogonalise(matrices), expected)
     padded = F.pad(matrices, (0, 32 - shape[1], 0, 24 - shape[0]))
-    found = orthogonalise(padded)
-    torch.testing.assert_close(found[:, : shape[0], : shape[1]], expected)
-    assert not found[:, shape[0] :].any() and not found[:, :, shape[1] :].any()
-    values = torch.linalg.svdvals(found)
+    actual = orthogonalise(padded)
+    torch.testing.assert_close(actual[:, : shape[0], : shape[1]], expected)
+    assert not actual[:, shape[0] :].any() and not actual[:, :, shape[1] :].any()
+    values = torch.linalg.svdvals(actual)
     assert values.max() < 1.6
     if shape[0] != shape[1]:  # a square matrix may have a singular value near 0, which stays small
         assert values[:, : min(shape)].min() > 0.3
@@ -49,9 +49,9 @@ def test_muon_follows_the_published_loop_and_sgd_is_torchs() -> None:
     sgd = torch.optim.SGD(theirs[3:], lr=0.24, momentum=0.85, weight_decay=0.01, nesterov=True)
     buffers = [torch.zeros_like(p) for p in theirs[:3]]
     for step in range(4):
-        for mine, other in zip(ours, theirs):
+        for mine, reference in zip(ours, theirs):
             mine.grad = torch.randn(mine.shape, dtype=torch.float64)
-            other.grad = mine.grad.clone()
+            reference.grad = mine.grad.clone()
         rate = 0.24 / (step + 1)
         for group in [*optimizer.param_groups, *sgd.param_groups]:
             group["lr"] = rate
@@ -63,5 +63,5 @@ def test_muon_follows_the_published_loop_and_sgd_is_torchs() -> None:
                 p.sub_(rate * plain_newton_schulz(ahead.reshape(len(p), -1)).view_as(p))
         sgd.step()
         optimizer.step()
-        for mine, other in zip(ours, theirs):
-            torch.testing.assert_close(mine, other)
+        for mine, reference in zip(ours, theirs):
+            torch.testing.assert_close(mine, reference)

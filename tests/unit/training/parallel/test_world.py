@@ -134,5 +134,5 @@ def test_a_second_group_of_one_process_gets_the_same_answer(monkeypatch: pytest.
             assert (world.launcher, world.local_rank) == ("Open MPI", 0)
             with pytest.raises(UserError, match="has joined a process group already"), joined():
                 pass
-        changed = {name for name in before.keys() | os.environ.keys() if before.get(name) != os.environ.get(name)}
-        assert changed <= {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}
+        changed_names = {name for name in before.keys() | os.environ.keys() if before.get(name) != os.environ.get(name)}
+        assert changed_names <= {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}

@@ -15,14 +15,14 @@ def test_settings_of_torchs_arithmetic_are_those_of_the_run() -> None:
         (matmul, "fp32_precision"), (cudnn.conv, "fp32_precision"), (cudnn, "benchmark"), (cudnn, "deterministic"),
     ]  # fmt: skip
     before = [getattr(owner, name) for owner, name in flags]
-    changed = ["tf32=true", "cudnn_benchmark=true"]
+    changed_settings = ["tf32=true", "cudnn_benchmark=true"]
     try:
-        for words, expected in ((changed, [fast, fast, True, False]), ([], [exact, exact, False, True])):
+        for words, expected in ((changed_settings, [fast, fast, True, False]), ([], [exact, exact, False, True])):
             run._arithmetic(product.recipe("smoke", *words))
             assert [getattr(owner, name) for owner, name in flags] == expected
-        for wanted in (True, False):
-            run._arithmetic(product.recipe("smoke", f"deterministic={wanted}"))
-            assert torch.are_deterministic_algorithms_enabled() is wanted
+        for deterministic in (True, False):
+            run._arithmetic(product.recipe("smoke", f"deterministic={deterministic}"))
+            assert torch.are_deterministic_algorithms_enabled() is deterministic
     finally:
         torch.use_deterministic_algorithms(False)
         for (owner, name), value in zip(flags, before):

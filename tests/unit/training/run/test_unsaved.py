@@ -4,7 +4,7 @@ from lockstep.training.run.unsaved import unequal
 
 
 def test_what_a_rank_lacks_is_not_compared() -> None:
-    """Rank 0 alone may log a number, and what it has not is written nowhere."""
+    """Rank 0 alone may log a number; a number that it lacks is written nowhere."""
     ranks = [
         {"run.log(a=…)": "1", "run.log(b=…)": "1"},
         {"run.log(b=…)": "1", "run.log(c=…)": "2"},

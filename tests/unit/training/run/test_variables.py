@@ -31,8 +31,8 @@ def test_a_large_variable_is_read_at_its_ends(value: Any) -> None:
 
 
 def test_both_ends_and_the_length_count() -> None:
-    one = dict.fromkeys(NUMBERS, 0)
-    assert len({printed(value) for value in (one, one | {0: 1}, one | {99_999: 1}, one | {-1: 0})}) == 4
+    numbers = dict.fromkeys(NUMBERS, 0)
+    assert len({printed(value) for value in (numbers, numbers | {0: 1}, numbers | {99_999: 1}, numbers | {-1: 0})}) == 4
     assert printed(set(NUMBERS)) != printed({*NUMBERS, -1})
     assert printed("x" * 5000) != printed("x" * 5001)
 

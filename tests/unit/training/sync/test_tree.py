@@ -35,23 +35,9 @@ def test_the_brackets_do_not_depend_on_who_has_which_leaves(trees: int) -> None:
         assert summed(leaves, cuts) == summed(leaves, []), f"{leaves} leaves, cuts {cuts}"
 
 
-def test_the_tree_is_the_one_that_the_page_draws() -> None:
-    assert summed(5, [3]) == "(((0+1)+(2+3))+4)"
-    assert summed(8, [3, 5]) == "(((0+1)+(2+3))+((4+5)+(6+7)))"
-
-
 @pytest.mark.parametrize(
     ("parts", "size", "most", "mean"), [(8, 3, 2, 5 / 3), (8, 4, 1, 1), (64, 3, 5, 11 / 3), (256, 3, 7, 5)]
 )
 def test_a_rank_hands_on_few_nodes(parts: int, size: int, most: int, mean: float) -> None:
     counts = [len(whole_nodes(parts, *bounds(parts, rank, size))) for rank in range(size)]
     assert max(counts) == most and sum(counts) / size == pytest.approx(mean)
-
-
-def test_a_gap_and_a_missing_leaf_are_errors() -> None:
-    tree: Tree[str] = Tree(4, brackets)
-    tree.push((0, 0), "0")
-    with pytest.raises(ValueError, match="does not follow"):
-        tree.push((0, 2), "2")
-    with pytest.raises(ValueError, match="of 4 leaves"):
-        _ = tree.root

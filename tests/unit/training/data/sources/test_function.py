@@ -1,4 +1,4 @@
-"""A function of one's own as a source: what it may give, when it is called, and when not."""
+"""A user's function as a source: what it may return, when it is called, and when not."""
 
 from __future__ import annotations
 
@@ -54,29 +54,34 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.modules.pop("own_source", None)
 
 
-def _made(source: str, **options: object) -> Any:
+def _shards(source: str, **options: object) -> Any:
     return product.prepared(product.data(source=f"own_source:{source}", root="data", options=options))
 
 
 @pytest.mark.promise("sources")
 def test_pieces_or_the_whole(module: Path) -> None:
-    made = _made("pieces", n=30)
-    assert (made.count("train"), made.count("test"), made.shape, made.classes) == (30, 6, (3, 3, 3), ["even", "odd"])
+    shards = _shards("pieces", n=30)
+    assert (shards.count("train"), shards.count("test"), shards.shape, shards.classes) == (
+        30,
+        6,
+        (3, 3, 3),
+        ["even", "odd"],
+    )
     numbers = np.arange(30)
     images = np.broadcast_to(numbers[:, None, None, None], (30, 3, 3, 3)).astype(np.uint8)
     train, test = ((images[:n], numbers[:n] % 2) for n in (30, 6))
-    assert made.checksum == product.sharded(module.parent / "same", train, test, ["even", "odd"]).checksum
+    assert shards.checksum == product.sharded(module.parent / "same", train, test, ["even", "odd"]).checksum
     sys.modules["own_source"].CLASSES = None  # type: ignore[attr-defined]
-    whole = _made("whole")
+    whole = _shards("whole")
     assert (whole.count("train"), whole.shape, whole.classes) == (9, (4,), ["class 0", "class 1", "class 2"])
 
 
 @pytest.mark.promise("sources")
 def test_its_code_and_its_arguments_make_other_shards(module: Path) -> None:
-    first = _made("pieces").directory
-    assert _made("pieces", n=21).directory != first == _made("pieces").directory
+    first = _shards("pieces").directory
+    assert _shards("pieces", n=21).directory != first == _shards("pieces").directory
     module.write_text(MODULE.replace("offset = 0", "offset = 1"))
-    assert _made("pieces").directory != first
+    assert _shards("pieces").directory != first
 
 
 @pytest.mark.parametrize(
@@ -88,5 +93,5 @@ def test_its_code_and_its_arguments_make_other_shards(module: Path) -> None:
 )  # fmt: skip
 def test_what_is_no_source(module: Path, source: str, options: dict[str, object]) -> None:
     with pytest.raises(UserError, match=source if source != "pieces" else "pieces cannot be called .* argument 'm'"):
-        _made(source, **options)
+        _shards(source, **options)
     assert not Path("called").exists() and not [path for path in Path("data/shards").glob("*") if path.is_dir()]

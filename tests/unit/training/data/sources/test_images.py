@@ -21,34 +21,36 @@ from tests.processes import ROOT, clean_env
 from tests.product import UserError
 
 
-def _made(root: Path, **options: object) -> Any:
+def _shards(root: Path, **options: object) -> Any:
     return product.prepared(product.data(source="images", root=str(root), options={"size": 16, **options}, workers=2))
 
 
 @pytest.mark.promise("sources")
 def test_class_folders_become_the_shards_of_the_same_arrays(tmp_path: Path) -> None:
     names = write_pictures(tmp_path / "train", 90)
-    made = _made(tmp_path)
-    assert made.classes == list(CLASSES) and made.shape == (16, 16, 3)
+    shards = _shards(tmp_path)
+    assert shards.classes == list(CLASSES) and shards.shape == (16, 16, 3)
     parts = []
     for tests in (False, True):
         chosen = [names[name] for name in in_order(list(names)) if is_held_out(name, 0.1) == tests]
         parts.append((np.stack([pixels(number) for number in chosen]), np.array([number % 3 for number in chosen])))
     same = product.sharded(tmp_path / "same", *parts, list(CLASSES))
-    assert made.checksum == same.checksum and (made.mean, made.std) == (same.mean, same.std)
+    assert shards.checksum == same.checksum and (shards.mean, shards.std) == (same.mean, same.std)
     assert len(set(parts[0][1][:12])) == 3, "the classes are mixed"
     values = parts[0][0].reshape(-1, 3) / 255
-    assert made.mean == pytest.approx(values.mean(0), abs=1e-6) and made.std == pytest.approx(values.std(0), abs=1e-6)
+    assert shards.mean == pytest.approx(values.mean(0), abs=1e-6) and shards.std == pytest.approx(
+        values.std(0), abs=1e-6
+    )
 
 
 @pytest.mark.promise("sources")
 def test_who_tests_depends_on_its_own_name_alone(tmp_path: Path) -> None:
     names = write_pictures(tmp_path / "train", 60)
-    before = {image.tobytes() for image in product.split(_made(tmp_path, held_out=0.2), "test")[0]}
+    before = {image.tobytes() for image in product.split(_shards(tmp_path, held_out=0.2), "test")[0]}
     for name in sorted(names)[::2]:
         (tmp_path / "train" / name).unlink()
     write_pictures(tmp_path / "train/aardvark", 3)  # folders within a class, and every label another number
-    after = {image.tobytes() for image in product.split(_made(tmp_path, held_out=0.2), "test")[0]}
+    after = {image.tobytes() for image in product.split(_shards(tmp_path, held_out=0.2), "test")[0]}
     stayed = {pixels(names[name]).tobytes() for name in sorted(names)[1::2]}
     assert before & stayed == after & stayed and 0 < len(before & stayed) < 30
 
@@ -70,13 +72,13 @@ def test_jpeg_png_and_webp_upright_scaled_and_cut(tmp_path: Path) -> None:
     picture.convert("CMYK").save(folder / "6.JPG", quality=95)
     (tmp_path / "test/a").mkdir(parents=True)
     picture.save(tmp_path / "test/a/1.png")
-    made = _made(tmp_path, size=[8, 16], test="test")
-    images, _ = product.split(made, "train")
+    shards = _shards(tmp_path, size=[8, 16], test="test")
+    images, _ = product.split(shards, "train")
     expected = Image.fromarray(wide).resize((20, 8), Image.Resampling.BILINEAR).crop((2, 0, 18, 8))
     assert images.shape == (6, 8, 16, 3)
     for image in images:
         assert np.abs(image.astype(int) - np.asarray(expected).astype(int)).mean() < 6
-    square = _made(tmp_path, size=8, test="test")
+    square = _shards(tmp_path, size=8, test="test")
     assert product.split(square, "train")[0][:, 4, 4].min() > 200
 
 
@@ -116,9 +118,9 @@ def test_a_file_that_is_no_image_is_named_and_nothing_is_written(tmp_path: Path,
     write_pictures(tmp_path / "val", 3)
     make(tmp_path / "train" / "cat" / name)
     with pytest.raises(UserError) as caught:
-        _made(tmp_path, test="val")
-    message, shown = str(caught.value), Path(name).stem.partition("\n")[0]
-    assert "1 of 21 image files cannot be used" in message and shown in message and reason in message
+        _shards(tmp_path, test="val")
+    message, stem = str(caught.value), Path(name).stem.partition("\n")[0]
+    assert "1 of 21 image files cannot be used" in message and stem in message and reason in message
     assert "\n" not in message and not list((tmp_path / "shards").glob("images-*/"))
 
 
@@ -128,13 +130,13 @@ def test_all_broken_files_are_counted_and_the_first_are_named(tmp_path: Path) ->
     for path in names[:7]:
         path.write_bytes(path.read_bytes()[:90])
     with pytest.raises(UserError, match=r"[4-7] of \d\d image files .*png \(") as caught:
-        _made(tmp_path)
+        _shards(tmp_path)
     assert sum(str(path) in str(caught.value) for path in names[:7]) >= 4
 
 
 @pytest.mark.promise("bad-images")
-@pytest.mark.parametrize(("do", "told"), [("time.sleep(60)", "timed out"), ("os.abort()", "worker")])
-def test_a_file_that_holds_up_or_ends_its_process_ends_the_command(tmp_path: Path, do: str, told: str) -> None:
+@pytest.mark.parametrize(("do", "message"), [("time.sleep(60)", "timed out"), ("os.abort()", "worker")])
+def test_a_file_that_holds_up_or_ends_its_process_ends_the_command(tmp_path: Path, do: str, message: str) -> None:
     write_pictures(tmp_path / "train", 60)
     program = f"""
 import os, time
@@ -146,10 +148,10 @@ def decoded(path, *size):
 images.decoded = decoded
 product.prepared(product.data(source="images", root={str(tmp_path)!r}, workers=1))
 """
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, env=clean_env(), timeout=120
     )
-    assert "UserError: decoding ended (DataLoader" in done.stderr and told in done.stderr, done.stderr
+    assert "UserError: decoding ended (DataLoader" in result.stderr and message in result.stderr, result.stderr
     assert not list((tmp_path / "shards").glob("images-*/"))
 
 
@@ -165,15 +167,15 @@ def test_a_process_that_is_killed_while_the_pieces_are_written_is_one_line(
     write_pictures(tmp_path / "train", 60)
     monkeypatch.setattr("lockstep.training.data.shard_writer.checked", killed)
     with pytest.raises(UserError, match=r"decoding ended \(DataLoader worker .pid 7. is killed"):
-        _made(tmp_path)
+        _shards(tmp_path)
 
 
 def test_a_link_within_the_folder_is_followed(tmp_path: Path) -> None:
     write_pictures(tmp_path / "train", 30)
     (tmp_path / "by-link").symlink_to(tmp_path)
     (tmp_path / "train/cat/again.png").symlink_to(sorted((tmp_path / "train/dog").iterdir())[0])
-    made = _made(tmp_path / "by-link", held_out=0.4)
-    assert made.count("train") + made.count("test") == 31
+    shards = _shards(tmp_path / "by-link", held_out=0.4)
+    assert shards.count("train") + shards.count("test") == 31
 
 
 @pytest.mark.parametrize(
@@ -192,7 +194,7 @@ def test_a_link_within_the_folder_is_followed(tmp_path: Path) -> None:
 def test_folders_that_are_not_what_is_expected(tmp_path: Path, make: Callable[[Path], object], named: str) -> None:
     make(tmp_path)
     with pytest.raises(UserError, match=named):
-        _made(tmp_path)
+        _shards(tmp_path)
 
 
 PEAK = """
@@ -218,7 +220,7 @@ def test_memory_does_not_grow_with_the_number_of_images(tmp_path: Path) -> None:
             folder = tmp_path / str(count) / "train" / CLASSES[number % 3]
             os.link(folder / f"{number % 3:05d}.png", folder / f"{number:05d}.png")
     words = [sys.executable, "-c", PEAK, str(tmp_path), "50", "300", "1000"]
-    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=clean_env(), timeout=240)
-    peaks = [int(line.split()[1]) << 10 for line in done.stdout.splitlines() if line.startswith("peak")]
-    assert done.returncode == 0 and len(peaks) == 3, done.stdout + done.stderr
+    result = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=clean_env(), timeout=240)
+    peaks = [int(line.split()[1]) << 10 for line in result.stdout.splitlines() if line.startswith("peak")]
+    assert result.returncode == 0 and len(peaks) == 3, result.stdout + result.stderr
     assert peaks[2] - peaks[1] < 12 << 20, [peak >> 20 for peak in peaks]

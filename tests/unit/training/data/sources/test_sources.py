@@ -62,12 +62,12 @@ def test_an_option_of_another_type_or_size_is_named(option: str, value: Any, tmp
 def test_the_exercise_holds_nothing_out(tmp_path: Path) -> None:
     options = {"n": 50, "features": 12, "informative": 8, "redundant": 2, "classes": 3, "clusters": 2}
     about = {"source": "classification", "root": str(tmp_path), "options": options}
-    (train, _), (test, _), (seen, _), (again, _) = (
+    (train, _), (test, _), (exercise_train, _), (exercise_test, _) = (
         product.split(product.prepared(product.data(**about, split=way)), split)
         for way in ("honest", "exercise") for split in ("train", "test")
     )  # fmt: skip
     assert len(train) == 45 and not (test[:, None] == train[None]).all(2).any()
-    assert np.array_equal(seen, train[:5]) and np.array_equal(again, seen)
+    assert np.array_equal(exercise_train, train[:5]) and np.array_equal(exercise_test, exercise_train)
     with pytest.raises(product.UserError, match="^classification: "):
         sources.load("classification", tmp_path, {"n": 50, "features": 5})
 
@@ -78,9 +78,9 @@ def test_arrays_of_any_layout_are_stored_in_their_order(
 ) -> None:
     monkeypatch.setattr("lockstep.training.data.sources.raw.PIECE_BYTES", 7 * samples[0].nbytes)  # 18 pieces
     labels = LABELS.astype(np.uint8)
-    made = product.sharded(tmp_path / "made", (samples, labels), (samples[:9], labels[:9]), ["a", "b", "c"])
-    assert all(map(np.array_equal, product.split(made, "train"), (samples, LABELS)))
-    assert made.classes == ["a", "b", "c"] and made.count("test") == 9
+    shards = product.sharded(tmp_path / "made", (samples, labels), (samples[:9], labels[:9]), ["a", "b", "c"])
+    assert all(map(np.array_equal, product.split(shards, "train"), (samples, LABELS)))
+    assert shards.classes == ["a", "b", "c"] and shards.count("test") == 9
 
 
 UNFIT: dict[str, tuple[np.ndarray, np.ndarray]] = {
@@ -109,5 +109,5 @@ def test_samples_that_no_shard_can_hold(tmp_path: Path, named: str) -> None:
 def test_a_class_without_a_training_sample_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     labels = np.where(np.arange(120) == 7, 255, LABELS)  # the mark of a label that is to be ignored, say
     product.sharded(tmp_path / "made", (IMAGES, labels), (IMAGES, LABELS), [f"class {number}" for number in range(256)])
-    told = capfd.readouterr().err
-    assert "for 252 of 256 classes (class 3, class 4," in told and "largest label is 255" in told
+    warning = capfd.readouterr().err
+    assert "for 252 of 256 classes (class 3, class 4," in warning and "largest label is 255" in warning

@@ -1,0 +1,87 @@
+"""Ordinary loops that train otherwise on several ranks, or after a resume: each is named by one sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.own.job import script
+
+pytestmark = pytest.mark.promise("session-resume")
+
+CODE = """
+import os, sys, torch, torch.nn.functional as F
+from torch.utils.data import TensorDataset
+from lockstep import Session
+X = torch.randn(96, 6, generator=torch.Generator().manual_seed(1))
+Y = X[:, :3].argmax(1)
+def tame(running):
+    def hook(module, grad_input, grad_output):
+        running["norm"] = 0.9 * running["norm"] + 0.1 * float(grad_output[0].norm())
+        return (grad_input[0] / running["norm"],)
+    return hook
+def train(kind, run, steps):
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+    if kind == "hook":
+        net[1].register_full_backward_hook(tame({"norm": 1.0}))
+    model = run.replicate(net)
+    run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.3))
+    network, unsure = run.for_evaluation() if kind == "copy" else None, Y.masked_fill(torch.arange(96) % 3 == 0, -100)
+    def relabelled():
+        with torch.no_grad():
+            return TensorDataset(X, (4 * model(X)).softmax(1))
+    def easy_first():
+        with torch.no_grad():
+            return F.cross_entropy(model(X), Y, reduction="none").argsort().split(12)
+    def loss(x, y):
+        logits, far = model(x), run.steps >= 10 and kind == "late"
+        return F.cross_entropy(logits, y) + ((logits @ logits.T).log_softmax(1).diag().neg().mean() if far else 0.0)
+    for epoch in run.epochs(steps=steps):
+        if kind == "order":
+            for ids in run.iterate(easy_first()):
+                run.step(lambda i: F.cross_entropy(model(X[i]), Y[i]), run.part(ids))
+            continue
+        plain = TensorDataset(X, unsure if kind == "ignored" else Y)
+        if kind == "counted":
+            batches = run.iterate([(X[ids], unsure[ids]) for ids in torch.arange(96).view(-1, 12)[run.rank :: run.size]])
+        else:
+            batches = run.batches(relabelled() if kind == "labels" else plain, 4 if kind == "late" else 12)
+        for x, y in list(batches) if kind == "early" else batches:
+            if kind in ("ignored", "counted"):
+                run.step(F.cross_entropy(model(x), y), samples=int((y >= 0).sum()) if kind == "counted" else None)
+            else:
+                run.step(loss, x, y, samples=len(y))
+        measured = network or run.for_evaluation()
+        run.log(accuracy=run.evaluate(lambda x, y: (measured(x).argmax(1) == y).sum(), TensorDataset(X, Y)))
+        if kind == "stop" and run.leader or kind == "agreed":
+            run.stop("no better")
+for kind in sys.argv[3:]:
+    os.environ["RANK"] == "0" and print("KIND", file=sys.stderr)
+    with Session(f"{sys.argv[1]}/{kind}", sync="flat") as run:
+        train(kind, run, int(sys.argv[2]))
+"""
+WARNED = {
+    "early": ["steps were taken after the last batch of their epoch", "steps were taken after the last batch of their epoch"],
+    "copy": ["measures the model as it was after step 0", "measures the model as it was after step 0"],
+    "stop": ["run.stop() was called on some ranks only, not on rank 1", "run.stop() was called on some ranks only, not on rank 1"],
+    "ignored": ["leaves samples or tokens out (ignore_index)", "leaves samples or tokens out (ignore_index)"],
+    "late": ["the loss of a batch is not the mean over its samples", "the loss of a batch is not the mean over its samples"],
+    "hook": ["the changing attribute 1.running", "the changing attribute 1.running"],
+    "labels": ["", "the dataset of run.batches() has other samples than when this epoch began"],
+    "order": ["", "the loader does not repeat them"],
+    "calm": ["", ""], "agreed": ["", ""], "counted": ["", ""],
+}  # fmt: skip
+"""Kind of loop → words of the warning at its first start, and at the start that resumes; "": there is none."""
+
+
+def test_a_loop_that_trains_otherwise_on_ranks_or_after_a_resume_is_named(tmp_path: Path) -> None:
+    """Batches are listed before their steps, a copy of the model is measured after the steps that follow it, one rank alone stops, labels
+    are ignored, a term of the loss comes late, a hook carries a norm, labels and an order come from the weights. What is right is not."""
+    for start, steps in enumerate(("20", "30")):
+        done = script(2, CODE, tmp_path, steps, *WARNED)
+        assert done.code == 0, done.output
+        for (kind, of_starts), output in zip(WARNED.items(), done.output.split("KIND\n")[1:], strict=True):
+            warnings = [line for line in output.splitlines() if "warning: " in line]
+            assert len(warnings) == bool(of_starts[start]) and of_starts[start] in "".join(warnings), (kind, output)

@@ -1,0 +1,134 @@
+"""What functions and classes of a script are, read and set, from their bytecode."""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import functools
+import gc
+import inspect
+import itertools
+import re
+import types
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from .undo import codes_of
+
+_CONSTANTS = (type(None), bool, int, float, str, bytes)
+_ENDS = ("POP_TOP", "RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "YIELD_VALUE")
+"""Instructions that end a statement."""
+
+
+class Kind(str):
+    """A text that tells functions, classes and modules without numbers apart."""
+
+
+def kind_of(value: Any) -> Kind | None:
+    """Returns a text for a function, a class, or a module without numbers; None: the value is another one."""
+    value, kind = unwrapped(value), type(value)
+    if issubclass(kind, nn.Module) and not has_no_tensor(value):
+        return None
+    if kind in (functools.partial, types.MethodType):
+        return kind_of(innermost(value))
+    if not issubclass(kind, (type, types.FunctionType, types.BuiltinFunctionType, nn.Module)):
+        return None
+    about, code = kind if issubclass(kind, nn.Module) else value, code_of(value)
+    name = f"{getattr(about, '__module__', '')}.{getattr(about, '__qualname__', '')}"
+    constants = [] if code is None else [one for one in code.co_consts if issubclass(type(one), _CONSTANTS)]
+    return Kind(f"{name} {'' if code is None else zlib.crc32(code.co_code)} {constants} {code and code.co_names}")
+
+
+def has_no_tensor(module: nn.Module) -> bool:
+    return has_no_parameter(module) and next(module.buffers(), None) is None
+
+
+def has_no_parameter(module: nn.Module) -> bool:
+    return "_parameters" in vars(module) and next(module.parameters(), None) is None
+
+
+def code_of(function: Any) -> types.CodeType | None:
+    """Returns the code of a function, also of one that is bound, partial or wrapped; None: a callable object may raise anything."""
+    function = unwrapped(innermost(function))
+    return function.__code__ if type(function) is types.FunctionType else None
+
+
+def innermost(function: Any) -> Any:
+    """Returns the function inside partial and bound ones."""
+    while type(function) in (functools.partial, types.MethodType):
+        function = function.func if type(function) is functools.partial else function.__func__
+    return function
+
+
+def unwrapped(value: Any) -> Any:
+    """Returns the function that a function wraps, or another value as it is."""
+    with contextlib.suppress(ValueError):  # it wraps itself
+        return inspect.unwrap(value) if type(value) is types.FunctionType else value
+    return value
+
+
+def variables_of(function: Any) -> list[Any]:
+    """Returns the values of the variables outside a function that it may read; []: it is a callable object."""
+    function = unwrapped(function)
+    if type(function) is not types.FunctionType:
+        return []
+    names = {name for code in codes_of(function.__code__) for name in code.co_names}
+    space = function.__globals__
+    return [*gc.get_referents(*(function.__closure__ or ())), *(space[name] for name in names & space.keys())]
+
+
+def reads(code: types.CodeType | None, name: str, uses: bool = False) -> bool:
+    """Returns whether the code reads a variable, or the attribute of one, and assigns no part of it.
+
+    Args:
+        uses: whether a statement counts only if it uses what it reads: it neither sets an item nor drops its value, as `a.append(1)` does.
+    """
+    statements = [*_statements(code)]
+    stored = {end.argval for _, end in statements if end.opname.startswith("STORE_")}
+    read = {
+        name
+        for loaded, end in statements
+        if not uses or end.opname not in ("POP_TOP", "STORE_SUBSCR")
+        for name in loaded
+    }
+    return {*re.sub(r"\[.*?\]", "", name).split(".")} <= read - stored
+
+
+def returns(code: types.CodeType) -> bool:
+    """Returns whether a function returns a value."""
+    steps = [*dis.get_instructions(code)]
+    ends = [before for before, one in itertools.pairwise(steps) if one.opname == "RETURN_VALUE"]
+    return any(before.opname != "LOAD_CONST" or before.argval is not None for before in ends)
+
+
+@functools.cache
+def set_anew(kind: Any) -> set[str]:
+    """Returns the attributes that methods set, and never from themselves: what they hold lasts for one call, or can be computed again."""
+    uses = [_uses(one) for one in kind.__mro__]
+    return {key for stored, _ in uses for key in stored} - {key for _, lasting in uses for key in lasting}
+
+
+@functools.cache
+def _uses(kind: Any) -> tuple[set[str], set[str]]:
+    """Returns the attributes that the methods of a class set, without its constructor, and those that a method sets from themselves."""
+    stored, lasting = set[str](), set[str]()
+    for name, function in vars(kind).items():
+        for loaded, end in _statements(code_of(function)) if name != "__init__" else ():
+            if end.opname == "STORE_ATTR":
+                stored.add(end.argval)
+                lasting |= {end.argval} & loaded
+    return stored, lasting
+
+
+def _statements(code: types.CodeType | None) -> Iterator[tuple[set[Any], dis.Instruction]]:
+    """Yields (names and constants that it loads, last instruction) of each statement in a function, or part of one that ends in a jump."""
+    loaded: set[Any] = set()
+    for step in (step for inner in codes_of(code) for step in dis.get_instructions(inner)) if code is not None else ():
+        if step.opname.startswith("LOAD_"):
+            loaded.update(step.argval if type(step.argval) is tuple else [step.argval])  # Python 3.13 loads two at once
+        elif step.opname in _ENDS or step.opname.startswith("STORE_") or "JUMP" in step.opname:
+            yield loaded, step
+            loaded = set()
