@@ -31,10 +31,10 @@ from lockstep.training.config import settings
 from lockstep.training.contract import UserError
 
 from . import records, snapshots
-from .lint import Finding, Rules, refuse
+from .lint import Finding, Rules, refuse, volume_of
 from .manifest import Manifest, changes, to_yaml
 from .process import Streams
-from .spec.model import JobSpec
+from .spec.model import JobSpec, check_preparation, preparation
 from .status import (
     RESUMABLE,
     Check,
@@ -45,6 +45,7 @@ from .status import (
     SubmitResult,
     Unreachable,
     answered_within,
+    note,
     warn,
 )
 
@@ -485,17 +486,8 @@ class Cluster(Backend):
 
     @classmethod
     @abc.abstractmethod
-    def preparation(cls, spec: JobSpec) -> tuple[str, object]:
-        """Returns the output of `lockstep prepare --dry-run`: as text, and as plain values. Raises `UserError`."""
-
-    @classmethod
-    @abc.abstractmethod
     def doctor(cls, spec: JobSpec | None, **place: str | None) -> list[Check]:
         """Returns checks of what would keep a job from running there."""
-
-    @abc.abstractmethod
-    def prepare(self, spec: JobSpec) -> SubmitResult:
-        """Writes the recipe's shards, or submits the job that writes them. Raises `UserError`."""
 
     @classmethod
     def render(cls, spec: JobSpec, runs: list[JobSpec]) -> str:  # noqa: ARG003 - for a backend with arrays
@@ -507,6 +499,27 @@ class Cluster(Backend):
         """Returns the findings for a job, before its submission."""
         spec, _ = snapshots.resolve(spec)
         return cls.rules.apply(spec, cls.manifests(spec))
+
+    @classmethod
+    def preparation(cls, spec: JobSpec) -> JobSpec:
+        """Returns the job that writes the recipe's shards once. Raises `UserError`."""
+        own = preparation(spec)
+        if not spec.shards_in_a_bucket and volume_of(spec, str(spec.shards)) is None:
+            raise UserError(f"shards {spec.shards} is not on a volume: add one to volumes")
+        return own
+
+    def prepare(self, spec: JobSpec) -> SubmitResult:
+        """Submits the job that writes the shards, unless an equal job has succeeded. Raises `UserError`."""
+        own = self.prepared(self.preparation(spec)).spec
+        known = self.find(own.name)
+        if known is not None:
+            check_preparation(own.name, known.plain)
+            if known.spec.same_job(own, self.name) and self.observe(known).state == "succeeded":
+                note(
+                    f"{own.name} has written the shards ({known.where}): to write them again, remove that job, or rename this one"
+                )
+                return SubmitResult(own.name, False, known.where)
+        return self.submit(own, "replace")
 
     def prepared(self, spec: JobSpec, runs: Sequence[JobSpec] = ()) -> Submission:
         manifests = self.manifests(spec)

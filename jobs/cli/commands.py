@@ -337,14 +337,14 @@ def prepare(
     as_json: Json = False,
 ) -> None:
     """Write the shards of the recipe's data to the data volume, once, before the job runs."""
+    from ..lint import refuse
+
     kind = cluster(backend, "prepare")
     spec = job.spec(backend)
     if dry_run:
-        text, objects = kind.preparation(spec)
-        if as_json:
-            show(objects)
-        else:
-            print(text, end="")
+        own = kind.preparation(spec)
+        refuse({own.name: kind.lint(own)}, backend)
+        show(kind.manifests(own)) if as_json else print(kind.render(own, [own]), end="")
         return
     done = kind.at(spec).prepare(spec)
     line = f"{done.name}: {'submitted' if done.created else 'is there already'} ({done.where})"

@@ -57,11 +57,6 @@ class ComposeBackend(Cluster):
         return [rendering.render(spec)]
 
     @classmethod
-    def preparation(cls, spec: JobSpec) -> tuple[str, object]:
-        project = [rendering.render_prepare(spec)]
-        return to_yaml(project), project
-
-    @classmethod
     def doctor(cls, spec: JobSpec | None, **place: str | None) -> list[Check]:  # noqa: ARG003 - the engine is this machine's
         return _check(spec)
 
@@ -123,22 +118,6 @@ class ComposeBackend(Cluster):
             engine.docker("rm", "--force", str(container["Id"]))
         for volume in engine.volumes(f"{CODE}={name}"):
             engine.docker("volume", "rm", volume)
-
-    def prepare(self, spec: JobSpec) -> SubmitResult:
-        """Writes the shards, and returns when they are complete. Raises `UserError`."""
-        file = rendering.render_prepare(spec)
-        self.check_secrets(spec)
-        self._make_volumes(file)
-        where = f"{spec.shard_folder} on {file['name']}"
-        try:
-            engine.compose(str(file["name"]), to_yaml([file]), "run", "--rm", "-T", "prepare", timeout=6 * 3600)
-        except engine.EngineError as error:
-            if "exists already" not in str(error):
-                raise
-            return SubmitResult(str(file["name"]), False, where)
-        finally:
-            engine.docker("compose", "-p", str(file["name"]), "down", "--timeout", "5")
-        return SubmitResult(str(file["name"]), True, where)
 
     def observe(self, known: JobRecord) -> Status:
         nodes, spec = known.handle, known.spec

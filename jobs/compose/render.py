@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
-from lockstep.training.contract import ENV_METRICS_PORT, ENV_SECRET, MASTER_PORT, UserError
+from lockstep.training.contract import ENV_METRICS_PORT, ENV_SECRET, MASTER_PORT
 
 from .. import lint
 from ..lint import volume_of
@@ -37,7 +37,6 @@ from ..spec.model import (
     container_environment,
     launch_command,
     literal,
-    preparation,
 )
 
 NODE = "lockstep/node"
@@ -109,20 +108,6 @@ def file(spec: JobSpec) -> Manifest:
         "networks": {"default": {"labels": {JOB: spec.name, **MANAGED}}},
         "volumes": volumes,
     }
-
-
-def render_prepare(spec: JobSpec) -> Manifest:
-    """Returns the Compose file of one container that writes the recipe's shards. Raises `UserError`."""
-    own = preparation(spec).model_copy(update={"name": spec.name})
-    if spec.shards_in_a_bucket:  # data.root may be on the run's volume
-        own = own.model_copy(update={"run_dir": spec.run_dir})
-    elif volume_of(spec, str(spec.shards)) is None:
-        raise UserError(f"shards {spec.shards} is not on a volume: add one to volumes")
-    words = [literal(word) for word in own.command or ()]
-    service = {**_node(own, 0), "entrypoint": words[:4], "command": words[4:]}
-    service["labels"] = {"lockstep/role": "prepare", **MANAGED}  # not one of the job's nodes
-    name = f"{project(spec.name)}_prepare"  # no job's name can produce this name
-    return {"name": name, "services": {"prepare": service}, "volumes": file(own)["volumes"]}
 
 
 def run_volume(spec: JobSpec) -> str:

@@ -21,11 +21,11 @@ from lockstep.training.contract import UserError
 
 from .. import records, snapshots
 from ..backend import Cluster, JobRecord, Submission
-from ..lint import errors, refuse, volume_of
+from ..lint import errors
 from ..logs import PREFIX
 from ..manifest import HASH, JOB, MANAGED, Manifest, get, merge, spec_in
 from ..process import Streams
-from ..spec.model import JobSpec, check_preparation, code_identity, preparation
+from ..spec.model import JobSpec, code_identity
 from ..status import Check, JobSummary, Status, SubmitResult, Unreachable, note
 from . import render
 from .observe import (
@@ -99,19 +99,6 @@ class KubernetesBackend(Cluster):
         if spec.k8s.kind == "auto":
             note(f"k8s.kind auto: rendered as {render.kind_of(spec)}, submit takes the kind that the cluster has")
         return super().render(spec, [*runs])
-
-    @classmethod
-    def preparation(cls, spec: JobSpec) -> tuple[str, object]:
-        own = cls._preparation(spec)
-        refuse({own.name: cls.lint(own)}, cls.name)
-        return cls.render(own, [own]), cls.manifests(own)
-
-    @staticmethod
-    def _preparation(spec: JobSpec) -> JobSpec:
-        own = preparation(spec)
-        if not spec.shards_in_a_bucket and volume_of(spec, str(spec.shards)) is None:
-            raise UserError(f"shards {spec.shards} is not on a volume: add one to volumes")
-        return own
 
     @classmethod
     def doctor(cls, spec: JobSpec | None, **place: str | None) -> list[Check]:
@@ -279,21 +266,6 @@ class KubernetesBackend(Cluster):
             else {"metadata": done, "spec": _suspend_patch(job, None)}
         )
         self.api.patch(self.path(job["kind"], spec.name), run)
-
-    def prepare(self, spec: JobSpec) -> SubmitResult:
-        """Submits the job that writes the shards, unless an equal job has succeeded. Raises `UserError`."""
-        own = self._preparation(spec)
-        known = self.find(own.name)
-        if known is not None:
-            check_preparation(own.name, known.plain)
-            kind = known.handle["kind"]
-            if known.spec.same_job(render.of_kind(own, kind), self.name) and self.observe(known).state == "succeeded":
-                note(
-                    f"{own.name} has written the shards: to write them again, remove it "
-                    f"(kubectl --namespace {self.namespace} delete {kind.lower()} {own.name}), or change the job's name"
-                )
-                return SubmitResult(own.name, False, known.where)
-        return self.submit(own, "replace")
 
     def observe(self, known: JobRecord) -> Status:
         status = self._observe(known.handle, known.spec)

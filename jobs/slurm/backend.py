@@ -24,7 +24,7 @@ from ..logs import follow as follow_logs
 from ..manifest import Manifest
 from ..process import Streams, exec_command
 from ..records import SlurmJob
-from ..spec.model import JobSpec, check_preparation, code_identity, preparation, preparation_name, prepares
+from ..spec.model import JobSpec, code_identity, preparation, preparation_name, prepares
 from ..status import Check, JobSummary, Status, SubmitResult, Unreachable, warn
 from . import doctor, observe, render, submission
 from .observe import Evidence, Query
@@ -75,10 +75,8 @@ class SlurmBackend(Cluster):
         return str(sent["script"])
 
     @classmethod
-    def preparation(cls, spec: JobSpec) -> tuple[str, object]:
-        own = preparation(spec, render.interpreter(spec))
-        (sent,) = cls.manifests(own)
-        return sent["script"], {"script": sent["script"]}
+    def preparation(cls, spec: JobSpec) -> JobSpec:
+        return preparation(spec, render.interpreter(spec))
 
     @classmethod
     def doctor(cls, spec: JobSpec | None, **place: str | None) -> list[Check]:  # noqa: ARG003 - this machine is one of it
@@ -134,12 +132,10 @@ class SlurmBackend(Cluster):
 
     def prepare(self, spec: JobSpec) -> SubmitResult:
         """Submits the job that writes the shards. Jobs that are submitted meanwhile wait for it. Raises `UserError`."""
-        own = preparation(spec, render.interpreter(spec))
+        own = self.preparation(spec)
         if not spec.shards_in_a_bucket and not spec.shards_missing_here:
             return SubmitResult(own.name, False, f"the shards are in {spec.shard_folder}")
-        if (known := self.find(own.name)) is not None:
-            check_preparation(own.name, known.plain)
-        return self.submit(own, "replace")
+        return super().prepare(spec)
 
     def _preparation(self, spec: JobSpec) -> str | None:
         """Returns the id of a job under way that prepares this job's shards; None if there is none."""
@@ -177,7 +173,7 @@ class SlurmBackend(Cluster):
         return _known(name, record)
 
     def observe(self, known: JobRecord) -> Status:
-        return self._observed(known, observe.query)
+        return self._observed(known, lambda job_id: observe.query(job_id)(job_id))
 
     def _observed(self, known: JobRecord, query: Query) -> Status:
         record, folder = known.handle, self.folder / known.name
@@ -197,7 +193,7 @@ class SlurmBackend(Cluster):
             raise Unreachable(str(unanswered), status)
         if unanswered is not None and status.state == "lost":
             raise unanswered
-        _keep_end(folder, before, status, info)
+        _keep_end(folder, before, status)
         return status
 
     def _unnumbered(self, record: SlurmJob) -> Status:
@@ -273,13 +269,15 @@ class SlurmBackend(Cluster):
         env = {name: value for name, value in os.environ.items() if name != render.FOLDER_VARIABLE}
         code = process.run([*step, *terminal, *inside, *own], streams, env)
         if code:
-            observe.query(job_id)  # raises `Unreachable`: then the code is not the command's
+            observe.query(job_id)(job_id)  # raises `Unreachable`: then the code is not the command's
         return code
 
     def list(self) -> list[JobSummary]:
         jobs = [_known(*job) for job in records.job_records(self.folder, SlurmJob)]
+        if not jobs:
+            return []
         not_ended = [job.handle.job_id for job in jobs if observe.ended(self.folder / job.name) is None]
-        query = observe.query_all([job_id for job_id in not_ended if job_id]) if jobs else observe.query
+        query = observe.query(*[job_id for job_id in not_ended if job_id], all_of_user=True)
 
         def observe_one(job: JobRecord) -> Status:  # SLURM may know a job without a number by its comment
             return self._observed(job if job.handle.job_id is not None else self.require(job.name), query)
@@ -292,13 +290,12 @@ def _known(name: str, record: SlurmJob) -> JobRecord:
     return JobRecord(name, record.hash, spec, record, _where(record), record.spec.nodes, record.run_dir, record.created)
 
 
-def _keep_end(folder: Path, before: Status | None, status: Status, info: observe.JobInfo) -> None:
+def _keep_end(folder: Path, before: Status | None, status: Status) -> None:
     """Writes how a job has ended, because SLURM forgets it: without accounting in minutes. A user may have SLURM run the job again."""
     with contextlib.suppress(OSError):
         if before is not None and not status.final:
             (folder / observe.ENDED).unlink()
-        elif status.final and before != status and (before is None or info.started is not None):
-            # Only `query` knows when a job had its nodes: a list of all jobs does not replace what that has written.
+        elif status.final and before != status:
             files.replace_json(folder / observe.ENDED, asdict(status))
 
 

@@ -30,6 +30,7 @@ SECONDS = 60.0
 """Seconds to wait for an answer, by default."""
 Output = subprocess.CompletedProcess[str]
 UNKNOWN_JOB = re.compile(r"invalid job id|jobs? (\S+ )?not found|does not exist", re.I)
+"""Answers that there is no such job. Any other failure says nothing about the job."""
 NO_CONTACT = re.compile(
     r"unable to contact|timed out|zero bytes|connection refused|standby mode|resolve_ctls_from_dns_srv|"
     r"could not establish a configuration source", re.I,
@@ -40,7 +41,7 @@ NO_ACCOUNTING = re.compile(r"accounting storage is disabled", re.I)
 
 @dataclass(frozen=True, slots=True)
 class JobInfo:
-    """One job as SLURM knows it. `started` and `ended` are seconds since the epoch, or None."""
+    """One job as SLURM knows it. `ended` is in seconds since the epoch, or None."""
 
     job_id: str
     state: str
@@ -51,8 +52,6 @@ class JobInfo:
     partition: str = ""
     requeue: bool = True
     ended: float | None = None
-    started: float | None = None
-    """Time at which the job last got its nodes."""
 
 
 class Forgotten(Unreachable):
@@ -81,7 +80,7 @@ def run_slurm(*command: str, seconds: float = SECONDS, **options: Any) -> Output
 def output(*command: str) -> str:
     """Returns the output of a SLURM command; nothing for an unknown job. Raises `Unreachable` for any other failure."""
     done = run_slurm(*command)
-    if done.returncode != 0 and not unknown(done):
+    if done.returncode != 0 and not UNKNOWN_JOB.search(done.stdout + done.stderr):
         raise unreachable(done)
     return done.stdout
 
@@ -94,58 +93,10 @@ def run_ok(*command: str) -> bool:
     return done.returncode == 0
 
 
-def unknown(done: Output) -> bool:
-    """Returns whether SLURM reported that there is no such job: any other failure says nothing about the job."""
-    return done.returncode != 0 and UNKNOWN_JOB.search(done.stdout + done.stderr) is not None
-
-
 def unreachable(done: Output) -> Unreachable:
     return Unreachable(
         f"the SLURM controller does not answer: {one_line(done.stderr) or f'exit code {done.returncode}'}"
     )
-
-
-Query = Callable[[str], JobInfo | None]
-
-
-def query(job_id: str) -> JobInfo | None:
-    """Returns the job; None if neither the controller nor the accounting knows the job. Raises `Unreachable`, `Forgotten`."""
-    shown = run_slurm("scontrol", "show", "job", "-o", job_id)
-    if shown.returncode == 0:
-        jobs = [job for line in shown.stdout.splitlines() if (job := read(line)) is not None]
-        if jobs:
-            return jobs[0]
-    try:
-        past = accounting(job_id).get(job_id)
-    except Forgotten:
-        if unknown(shown):
-            raise
-        past = None
-    # If the controller has forgotten a job that the accounting calls running, that job never ends.
-    if past is not None and past.ended is not None:
-        return past
-    if not unknown(shown):
-        raise unreachable(shown)
-    return None
-
-
-def read(line: str) -> JobInfo | None:
-    """Returns the job in one line of `scontrol show job -o`; None if the line has no job."""
-
-    def value(name: str) -> str:
-        match = re.search(rf"(?:^|\s){name}=(\S*)", line)
-        return "" if match is None or match[1] in ("(null)", "None") else match[1]
-
-    if not value("JobId"):
-        return None
-    element = value("ArrayTaskId")
-    job_id = f"{value('ArrayJobId')}_{element}" if element.isdigit() else value("JobId")
-    state = value("JobState")
-    return JobInfo(
-        job_id, state, value("Reason"), _number(value("Restarts")), _number(value("ExitCode").split(":")[0]),
-        value("NodeList"), value("Partition"), value("Requeue") != "0",
-        _number(value("EndTime")) or None if state in FINAL else None, _number(value("StartTime")) or None,
-    )  # fmt: skip
 
 
 def accounting(*job_ids: str) -> dict[str, JobInfo]:
@@ -162,54 +113,57 @@ def accounting(*job_ids: str) -> dict[str, JobInfo]:
         )
     known = {}
     for line in done.stdout.splitlines() if done.returncode == 0 else []:
-        job_id, state, code, nodes, partition, end, start = (line.split("|") + [""] * 7)[:7]
+        job_id, state, code, nodes, partition, end = (line.split("|") + [""] * 6)[:6]
         state = state.split(" ")[0]  # CANCELLED by 1000
         ended = (_number(end) or time.time()) if state in FINAL else None
-        known[job_id] = JobInfo(
-            job_id, state, "", 0, _number(code.split(":")[0]), nodes, partition, True, ended, _number(start) or None
-        )  # fmt: skip
+        known[job_id] = JobInfo(job_id, state, "", 0, _number(code.split(":")[0]), nodes, partition, True, ended)
     return known
 
 
-_COLUMNS_OF_SACCT = "JobID,State,ExitCode,NodeList,Partition,End,Start"
-_COLUMNS_OF_SQUEUE = [
-    "JobArrayID",
-    "State",
-    "Reason",
-    "RestartCnt",
-    "exit_code",
-    "NodeList",
-    "Partition",
-    "Requeue",
-    "EndTime",
-]
+_COLUMNS_OF_SACCT = "JobID,State,ExitCode,NodeList,Partition,End"
+_COLUMNS_OF_SQUEUE = (
+    "JobArrayID", "State", "Reason", "RestartCnt", "exit_code", "NodeList", "Partition", "Requeue", "EndTime",
+)  # fmt: skip
 _WIDTH = 200
 """Width of a column of squeue, which cuts off longer values."""
 
+Query = Callable[[str], JobInfo | None]
+"""Returns the job of an id; None if neither the controller nor the accounting knows the job. Raises `Unreachable`, `Forgotten`."""
 
-def query_all(job_ids: list[str]) -> Query:
-    """Returns a `query` for many jobs of this user, with one request to the controller and one to the accounting. Raises `Unreachable`."""
+
+def query(*job_ids: str, all_of_user: bool = False) -> Query:
+    """Returns the answers for these jobs, from one request to the controller and one to the accounting for those that it no longer lists.
+
+    Args:
+        all_of_user: also answer for other jobs of this user that the controller lists.
+    """
+    which = ["--me"] if all_of_user else ["-j", ",".join(job_ids)]
     columns = ",".join(f"{name}:{_WIDTH}" for name in _COLUMNS_OF_SQUEUE)
-    shown = output("squeue", "-h", "-r", "--me", "-t", "all", "-O", columns)
-    known = {}
-    for line in shown.splitlines():
+    known, unanswered = dict[str, JobInfo](), None
+    try:
+        lines = output("squeue", "-h", "-r", "-a", *which, "-t", "all", "-O", columns).splitlines()
+    except Unreachable as error:
+        lines, unanswered = [], error
+    for line in lines:
         row = [line[at : at + _WIDTH].strip() for at in range(0, _WIDTH * len(_COLUMNS_OF_SQUEUE), _WIDTH)]
         job_id, state, reason, restarts, code, nodes, partition, requeue, end = row
         known[job_id] = JobInfo(
-            job_id, state, "" if reason == "None" else reason, _number(restarts), _number(code.split(":")[0]),
-            nodes, partition, requeue not in ("0", "no"), _number(end) or None if state in FINAL else None,
+            job_id, state, "" if reason == "None" else reason, _number(restarts), os.WEXITSTATUS(_number(code)), nodes, partition,
+            requeue not in ("0", "no"), _number(end) or None if state in FINAL else None,
         )  # fmt: skip
-    away, forgotten = [job_id for job_id in job_ids if job_id not in known], None
+    away, past = [job_id for job_id in job_ids if job_id not in known], dict[str, JobInfo]()
     try:
         past = accounting(*away) if away else {}
     except Forgotten as error:
-        past, forgotten = {}, error
+        unanswered = unanswered or error
 
     def result(job_id: str) -> JobInfo | None:
-        if job_id in away and forgotten is not None:
-            raise forgotten
+        # If the controller has forgotten a job that the accounting calls running, that job never ends.
         gone = past.get(job_id)
-        return known.get(job_id) or (gone if gone is not None and gone.ended is not None else None)
+        info = known.get(job_id) or (gone if gone is not None and gone.ended is not None else None)
+        if info is None and unanswered is not None:
+            raise unanswered
+        return info
 
     return result
 

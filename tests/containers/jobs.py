@@ -14,7 +14,7 @@ from tests.events import events
 from tests.jobs.test_jobs_contract import Bench, composed
 from tests.product import JobSpec
 
-BOUND = 240
+BOUND = 600
 SHORT = {"epochs": 6, "threads": 1, "evaluate.every": 6, "checkpoint.every_steps": 4, "checkpoint.keep": 50}
 """Settings of the recipe `smoke`: 72 steps."""
 

@@ -34,7 +34,11 @@ def test_another_job_resumes_where_the_first_has_ended(
                 secrets={name: {"secret": "bucket", "key": key} for name, key in names.items()},
             )  # fmt: skip
 
-        assert jobs.backend.prepare(job("first", 1)).created and not jobs.backend.prepare(job("first", 1)).created
+        first = job("first", 1)
+        assert jobs.backend.prepare(first).created
+        jobs.names.add(f"{first.name}-prepare")
+        jobs.assert_succeeds(first.model_copy(update={"name": f"{first.name}-prepare"}))
+        assert not jobs.backend.prepare(first).created, "it has written them"
         assert "manifest.json" in objects(port, "shards/digits")
         for name, epochs in (("first", 1), ("second", 2)):
             spec = job(name, epochs)

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.containers, pytest.mark.promise("images")]
 COMPILERS = {"cc", "gcc", "g++", "c++", "clang", "clang++", "tcc", "nvcc", "ld", "as"}
 
 
-def run(image: str, *words: str, options: tuple[str, ...] = (), timeout: float = 120) -> tuple[int, str]:
+def run(image: str, *words: str, options: tuple[str, ...] = (), timeout: float = 600) -> tuple[int, str]:
     """Runs a container and removes it. Returns (exit code, output)."""
     done = subprocess.run(
         ["docker", "run", "--rm", *options, image, *words], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,

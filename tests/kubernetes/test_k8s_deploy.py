@@ -130,7 +130,7 @@ def test_the_roles_hold_what_is_called_and_asked_for(
     assert backend.prepare(spec).created and not backend.prepare(spec).created
     cluster.set_conditions("smoke-prepare", {"type": "Succeeded"})
     assert not backend.prepare(spec).created, "it has written them"
-    assert "delete pytorchjob smoke-prepare" in capsys.readouterr().err
+    assert "smoke-prepare has written the shards" in capsys.readouterr().err
     backend.submit(spec)
     backend.status("smoke")
     cluster.pod("smoke", "smoke-worker-0", {"phase": "Running"})

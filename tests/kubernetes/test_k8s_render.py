@@ -88,8 +88,16 @@ def test_golden(name: str) -> None:
         assert (kind, violations(replica["template"]["spec"])) == ("Worker", [])
 
 
-def test_prepare_renders_a_valid_job(capsys: pytest.CaptureFixture[str]) -> None:
-    _, objects = product.backend("k8s").preparation(JobSpec.of(GPU))
+def preparation(**changes: Any) -> list[Any]:
+    """Returns the objects of a preparation, about which lint finds nothing."""
+    backend = product.backend("k8s")
+    own = backend.preparation(JobSpec.of({**GPU, **changes}))
+    assert [finding for finding in backend.lint(own) if finding.level != "note"] == []
+    return list(backend.manifests(own))
+
+
+def test_prepare_renders_a_valid_job() -> None:
+    objects = preparation()
     validate(objects)
     pod = objects[1]["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
     (container,) = pod["containers"]
@@ -99,16 +107,9 @@ def test_prepare_renders_a_valid_job(capsys: pytest.CaptureFixture[str]) -> None
     long = "a" * 40
     bucket = {"shards": "s3://bucket/digits", "volumes": [], "k8s": {"patch": {"spec": {"nprocPerNode": "9"}}}}
     for kind in ("PyTorchJob", "TrainJob"):  # LS001 refuses names that are too long
-        section = {"k8s": {"kind": kind}}
-        preparations = [
-            product.backend("k8s").preparation(JobSpec.of({**GPU, **section, "name": f"{long}{end}"}))
-            for end in ("", "b", "c")
-        ]
-        names = {objects[1]["metadata"]["name"] for _, objects in preparations}
+        names = {preparation(k8s={"kind": kind}, name=f"{long}{end}")[1]["metadata"]["name"] for end in ("", "b", "c")}
         assert len(names) == 3 and max(map(len, names)) == 48 and f"{long}-prepare" in names
-    _, objects = product.backend("k8s").preparation(JobSpec.of({**GPU, **bucket}))
-    assert objects[1]["spec"]["nprocPerNode"] == "1", "the patch is for the job"
-    assert "LS019" not in capsys.readouterr().err
+    assert preparation(**bucket)[1]["spec"]["nprocPerNode"] == "1", "the patch is for the job"
     with pytest.raises(UserError, match="shards"):
         product.backend("k8s").preparation(JobSpec.of(SPECS["cpu"]))
 

@@ -121,8 +121,8 @@ def lower_limits_of_code(patch: pytest.MonkeyPatch) -> None:
 
 
 def composed(spec: JobSpec, prepare: bool = False) -> dict[str, Any]:
-    """Returns the Compose file of a job, or of the container that makes its shards."""
-    return (_compose.render_prepare if prepare else _compose.render)(spec)
+    """Returns the Compose file of a job, or of the job that makes its shards."""
+    return _compose.render(_backend.backend_of("compose").preparation(spec) if prepare else spec)
 
 
 def manifest(file: dict[str, Any]) -> str:

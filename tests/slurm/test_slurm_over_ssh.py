@@ -12,7 +12,7 @@ import pytest
 
 from tests.processes import PYTHON, poll, processes
 from tests.product import PROGRAM
-from tests.slurm.stand_ins import RUNNING, Site
+from tests.slurm.stand_ins import QUEUED, RUNNING, Site
 
 pytestmark = pytest.mark.promise("slurm-ssh")
 
@@ -71,11 +71,11 @@ def test_the_same_words_and_a_run_below_the_home_folder_there(laptop: Site) -> N
     assert started == f"{laptop.folder}/there\n", "SLURM starts the ranks where sbatch was started"
     script = (laptop.job_folder / "submitit/8_submission.sh").read_text()
     assert lockstep(laptop, "render", "slurm", laptop.file, *options[:-1]).stdout == script
-    laptop.does("scontrol", "echo JobId=8 JobName=mine JobState=PENDING Reason=Priority")
+    laptop.shows(QUEUED)
     assert "mine would attach" in lockstep(laptop, "submit", "slurm", "./job.yaml", *options[:-1], "--dry-run").stdout
     done = lockstep(laptop, "status", "slurm", "other", "--host", AT)
     assert (done.returncode, done.stderr) == (2, "error: there is no slurm job other: see `lockstep list slurm`\n")
-    laptop.down("scontrol")
+    laptop.down("jobs")
     done = lockstep(laptop, "status", "slurm", job(laptop))
     assert done.returncode == 69 and "error: the SLURM controller does not answer" in done.stderr, done
 
@@ -161,7 +161,7 @@ def test_the_machine_that_submits_remembers_where_the_job_is(
     laptop.env |= {"LOCKSTEP_SLURM_HOST": "", "LOCKSTEP_HOME": str(laptop.folder / "home")}
     guard = '[ -z "$LOCKSTEP_SLURM_HERE" ] || exit 9'
     (laptop.folder / "bin/ssh").write_text(SSH.replace("#!/bin/sh", f"#!/bin/sh\n{guard}"))
-    laptop.does("scontrol", "echo JobId=8 JobName=mine JobState=PENDING Reason=Priority")
+    laptop.shows(QUEUED)
     laptop.does("sbatch", "echo 'sbatch: to start at once' >&2; echo Submitted batch job 8")
     done = lockstep(laptop, "submit", "slurm", job(laptop, command=None, recipe="smoke"), *words)
     assert done.returncode == code, done
@@ -177,7 +177,8 @@ def ranks(laptop: Site) -> Site:
     """A job that runs on one node, where srun starts the given command."""
     laptop.record()
     laptop.does("squeue", "echo '7|node1'")
-    laptop.does("scontrol", f"case $* in *hostnames*) echo node1;; *) echo '{RUNNING}';; esac")
+    laptop.does("scontrol", "echo node1")
+    laptop.shows(RUNNING)
     laptop.does("srun", 'while [ "$1" != -- ]; do shift; done; shift; exec "$@"')
     (laptop.folder / "bin/srun").write_text((laptop.folder / "bin/squeue").read_text())
     (laptop.folder / "bin/srun").chmod(0o755)

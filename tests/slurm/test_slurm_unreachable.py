@@ -1,6 +1,6 @@
 """A missing answer of SLURM says nothing about a job, and an interrupted submission is recovered.
 
-`site` has programs in place of SLURM's: `down` makes one fail, `does` gives it a script, `shows` an answer of scontrol.
+`site` has programs in place of SLURM's: `down` makes one fail, `does` gives it a script, `shows` an answer of squeue.
 """
 
 from __future__ import annotations
@@ -16,7 +16,17 @@ import pytest
 from tests import product
 from tests.processes import PYTHON, poll
 from tests.product import PROGRAM, Status, Unreachable
-from tests.slurm.stand_ins import COMMENT, DOWN, NO_ACCOUNTING, NO_CONFIGURATION, NO_DATABASE, RUNNING, UNKNOWN, Site
+from tests.slurm.stand_ins import (
+    COMMENT,
+    DOWN,
+    NO_ACCOUNTING,
+    NO_CONFIGURATION,
+    NO_DATABASE,
+    QUEUED,
+    RUNNING,
+    UNKNOWN,
+    Site,
+)
 
 pytestmark = pytest.mark.promise("slurm-truth")
 
@@ -51,7 +61,7 @@ def test_whether_an_interrupted_submission_is_there_is_not_known(site: Site) -> 
 def test_the_controller_does_not_answer(site: Site) -> None:
     """The commands print nothing."""
     site.record()
-    for program in ("scontrol", "squeue"):
+    for program in ("jobs", "squeue"):
         site.down(program, "")
     for words in (STATUS, CANCEL, SUBMIT, EXEC, LIST):
         unanswered(site, words)
@@ -62,12 +72,12 @@ def test_an_outage_ends_no_job_and_the_last_known_state_is_shown(site: Site, mon
     for name, value in site.env.items():
         monkeypatch.setenv(name, value)
     site.record(since=time.time())
-    site.shows("JobId=7 JobName=mine JobState=PENDING Reason=Priority Partition=main")
+    site.shows("JobId=7 JobState=PENDING Reason=Priority Partition=main")
     backend, states = product.slurm(lost_after=0.1), list[str]()
 
     def falls_silent(status: Status) -> None:
         states.append(status.state)
-        site.down("scontrol")
+        site.down("jobs")
 
     with pytest.raises(Unreachable, match=r"does not answer: .*; \d+ s ago the job was queued \(waits behind"):
         backend.wait("mine", 60, falls_silent)
@@ -81,7 +91,7 @@ def test_an_outage_ends_no_job_and_the_last_known_state_is_shown(site: Site, mon
 
 def test_the_accounting_does_not_answer_for_a_job_that_the_controller_has_forgotten(site: Site) -> None:
     site.record()
-    site.down("scontrol", UNKNOWN)
+    site.down("jobs", UNKNOWN)
     site.down("sacct", NO_DATABASE)
     for words in (STATUS, CANCEL, SUBMIT, LIST):
         unanswered(site, words)
@@ -119,7 +129,7 @@ def test_sbatch_hears_no_answer(site: Site) -> None:
     done = site.run("submit", "slurm", site.file)
     assert done.returncode == EXIT_UNREACHABLE and "submit again" in done.stderr, done
     site.does("squeue", f"echo '8|{json.loads((site.job_folder / 'job.json').read_text())['comment']}'")
-    site.does("scontrol", "echo JobId=8 JobName=mine JobState=PENDING Reason=Priority")
+    site.shows(QUEUED)
     done = site.run("submit", "slurm", site.file)
     assert done.returncode == 0 and "mine: is there already" in done.stdout, done
     assert len(site.calls("sbatch")) == 1
@@ -153,7 +163,7 @@ def test_a_submission_continues_after_its_command_was_killed(site: Site) -> None
         (site.folder / "bin/go").touch()
     comment = json.loads((site.job_folder / "job.json").read_text())["comment"]
     site.does("squeue", f"echo '8|{comment}'")
-    site.does("scontrol", "echo JobId=8 JobName=mine JobState=PENDING Reason=Priority")
+    site.shows(QUEUED)
     poll(lambda: "mine: queued" in site.run("status", "slurm", "mine").stdout, 60, "the job's number")
     assert json.loads((site.job_folder / "job.json").read_text())["job_id"] == "8"
     assert (site.job_folder / "submitit/8_submission.sh").exists()
@@ -170,14 +180,13 @@ def test_listing_many_jobs_asks_once(site: Site) -> None:
         folder.mkdir(0o700)
         values = {**record, "job_id": str(number), "array_name": folder.name, "submitit": str(folder)}
         (folder / "job.json").write_text(json.dumps(values))
-    rows = [(str(number), "RUNNING", "None", "0", "0", "node1", "main", "1", "N/A") for number in range(7, 70)]
-    site.does("squeue", "\n".join("printf '%-200s' " + " ".join(row) + "; echo" for row in rows))
+    site.shows(*(f"JobId={number} JobState=RUNNING" for number in range(7, 70)))
     site.up("sacct")
     site.does("sacct", "echo '70|FAILED|3:0|node1|main|1000'; echo '71|COMPLETED|0:0|node1|main|1000'")
     jobs = json.loads(site.run("list", "slurm", "--json").stdout)
     states = [row["state"] for row in jobs]
     assert (len(jobs), states.count("running"), states.count("failed")) == (65, 63, 2), states
-    assert [len(site.calls(name)) for name in ("squeue", "sacct", "scontrol")] == [1, 1, 0]
+    assert [len(site.calls(name)) for name in ("squeue", "sacct")] == [1, 1]
 
 
 def test_a_submission_without_a_number_hides_no_other_job_from_a_list(site: Site) -> None:

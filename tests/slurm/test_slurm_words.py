@@ -50,7 +50,7 @@ def job(site: Site) -> Site:
 
 
 def status_for(site: Site, state: str, *more: str) -> dict[str, Any]:
-    site.shows(" ".join(["JobId=7 JobName=mine Partition=main", f"JobState={state}", *more]))
+    site.shows(" ".join(["JobId=7 Partition=main", f"JobState={state}", *more]))
     (site.job_folder / "ended.json").unlink(missing_ok=True)
     return site.status()
 
@@ -114,7 +114,10 @@ def test_the_nodes_of_a_job_have_slurms_names(job: Site) -> None:
     status = status_for(job, "RUNNING", "NodeList=cpu[08-10,12],x.y,n[1-3]-ib")
     assert [node["name"] for node in status["ranks"]] == ["cpu08", "cpu09", "cpu10", "cpu12", "x.y", "n1-ib"], status
     assert [node["ranks"] for node in status["ranks"]] == [[2 * node, 2 * node + 1] for node in range(6)], status
-    status = status_for(job, "CANCELLED", LONG_AGO, "NodeList=None assigned")
+    job.down("jobs", UNKNOWN)
+    job.up("sacct")
+    job.does("sacct", "echo '7|CANCELLED by 1000|0:0|None assigned|main|1000'")
+    status = job.status()
     assert status["ranks"][0]["name"] == "node 0", status
 
 
@@ -151,6 +154,8 @@ def test_completed_is_not_believed_without_results(job: Site) -> None:
 
 
 def test_the_cause_is_named_not_what_followed(job: Site) -> None:
+    status = status_for(job, "FAILED", LONG_AGO, "ExitCode=3:0")
+    assert status["reason"] == "exit code 3", "SLURM's code, where no rank left a note"
     job.write_note(3, 137, time=9)
     assert "rank 3 on node1" in status_for(job, "FAILED", LONG_AGO, "ExitCode=1:0")["reason"]
     job.write_note(0, 1, "step 4: rank 2 did not arrive: ended by SIGKILL (Connection closed by peer)", time=10)
@@ -163,7 +168,7 @@ def test_the_cause_is_named_not_what_followed(job: Site) -> None:
 
 
 def test_what_slurm_does_not_know(job: Site) -> None:
-    job.down("scontrol", UNKNOWN)
+    job.down("jobs", UNKNOWN)
     assert (job.status()["state"], job.status()["code"]) == ("lost", 4)
     (job.job_folder / "ended.json").unlink()
     job.record(since=time.time())
@@ -174,7 +179,7 @@ def test_what_slurm_does_not_know(job: Site) -> None:
 
 
 def test_damaged_records_are_one_line(job: Site) -> None:
-    job.shows("JobId=7 JobName=mine JobState=RUNNING")
+    job.shows("JobId=7 JobState=RUNNING")
     path = job.job_folder / "job.json"
     good = json.loads(path.read_text())
     for change in (
