@@ -34,7 +34,7 @@ from . import records, snapshots
 from .lint import Finding, Rules, refuse, volume_of
 from .manifest import Manifest, changes, to_yaml
 from .process import Streams
-from .spec.model import JobSpec, check_preparation, preparation
+from .spec.model import JobSpec, preparation, prepares
 from .status import (
     RESUMABLE,
     Check,
@@ -192,19 +192,16 @@ class Backend(abc.ABC):
 
     def _summaries(
         self, jobs: Iterable[JobRecord], observe: Callable[[JobRecord], Status] | None = None
-    ) -> list[JobSummary]:
-        """Returns the rows of `list`, without those of damaged records, which it warns of."""
-        rows = []
+    ) -> Iterator[JobSummary]:
+        """Yields the rows of `list`, without those of damaged records, which it warns of."""
         for known in jobs:
             try:
                 state = (observe or self.observe)(known).state
+                yield JobSummary(known.name, state, known.nodes or 1, known.created)
             except Unreachable:
                 raise
             except UserError as error:
                 warn(str(error))
-                continue
-            rows.append(JobSummary(known.name, state, known.nodes or 1, known.created))
-        return rows
 
     @classmethod
     def at(cls, spec: JobSpec | None, **flags: str | None) -> Self:
@@ -513,7 +510,10 @@ class Cluster(Backend):
         own = self.prepared(self.preparation(spec)).spec
         known = self.find(own.name)
         if known is not None:
-            check_preparation(own.name, known.plain)
+            if not prepares(known.plain.get("command")):
+                raise UserError(
+                    f"`lockstep prepare` uses the name {own.name}, and another job has it: remove that job, or rename this one"
+                )
             if known.spec.same_job(own, self.name) and self.observe(known).state == "succeeded":
                 note(
                     f"{own.name} has written the shards ({known.where}): to write them again, remove that job, or rename this one"

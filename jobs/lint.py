@@ -73,14 +73,9 @@ class Subject:
     """The section of job.yaml with the patch of the manifest."""
 
     @property
-    def needs_image(self) -> bool:
-        """Whether the job runs in a container."""
-        return self.volumes
-
-    @property
-    def image(self) -> str | None:
-        """The container image of the job."""
-        return self.spec.image
+    def lacks_image(self) -> bool:
+        """Whether the job runs in a container, and names no image for it."""
+        return self.volumes and self.spec.image is None
 
     @property
     def patched(self) -> list[Change]:
@@ -146,7 +141,7 @@ COMMON = Rules(Subject)
 @COMMON.rule("LJ005")
 def no_image(subject: Subject) -> Iterator[str]:
     """A container needs an image."""
-    if subject.needs_image and subject.image is None:
+    if subject.lacks_image:
         yield (
             "image is not set: add `image: registry/name@sha256:…` to the job (on SLURM slurm.image), or pass --image "
             "(`make image-cpu` builds one)"

@@ -170,7 +170,7 @@ def changes(before: Any, after: Any, path: str = "") -> Iterator[Change]:
             yield Change(path, before, after, True)
         return
     for key in {**old, **new}:
-        place = _place(path, key, before)
+        place = f"{path}[{key}]" if isinstance(before, list) else f"{path}.{key}" if path else str(key)
         if key not in new:
             yield Change(place, old[key], None, True)
         elif key in old:
@@ -179,12 +179,6 @@ def changes(before: Any, after: Any, path: str = "") -> Iterator[Change]:
             yield from changes(type(new[key])(), new[key], place)
         elif new[key] is not None:
             yield Change(place, None, new[key], False)
-
-
-def _place(path: str, key: Any, holder: Any) -> str:
-    if isinstance(holder, list):
-        return f"{path}[{key}]"
-    return f"{path}.{key}" if path else str(key)
 
 
 def _named(items: list[Any]) -> dict[Any, Any]:

@@ -38,10 +38,9 @@ class Streams:
         return os.isatty(self.stdin) and os.isatty(self.stdout)
 
 
-def exec_command(python: str, rank: int, command: list[str], run_dir: str, *more: str) -> list[str]:
-    """Returns the command that runs another command on a rank's node. `more`: further flags of `lockstep.wire.exec`."""
-    words = [python, "-m", "lockstep.wire.exec", "--rank", str(rank), *more]
-    return [*words, *(["--run-dir", run_dir] if run_dir else []), "--", *command]
+def exec_command(python: str, rank: int, command: list[str], run_dir: str) -> list[str]:
+    """Returns the command that runs another command on a rank's node."""
+    return [python, "-m", "lockstep.wire.exec", "--rank", str(rank), "--run-dir", run_dir, "--", *command]
 
 
 def run(command: Sequence[str], streams: Streams, env: Mapping[str, str] | None = None) -> int:

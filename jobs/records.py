@@ -87,20 +87,20 @@ def make(folder: Path) -> Path:
 
 
 @contextlib.contextmanager
-def keeping(folder: Path) -> Iterator[None]:
-    """Raises `UserError` in place of an `OSError` of the block, which writes records."""
+def keeping(
+    place: Path, failure: str = "cannot keep jobs in", advice: str = "set LOCKSTEP_HOME"
+) -> Iterator[None]:  # fmt: skip
+    """Raises `UserError` in place of an `OSError` of the block, which writes records: what failed, the place, the reason, advice."""
     try:
         yield
     except OSError as error:
-        raise UserError(f"cannot keep jobs in {folder}: {error.strerror}; set LOCKSTEP_HOME") from None
+        raise UserError(f"{failure} {place}: {error.strerror}; {advice}") from None
 
 
 def make_parents(run_dir: Path) -> None:
     """Creates the folders above a run directory; the run creates the directory itself. Raises `UserError` if a folder cannot be created."""
-    try:
+    with keeping(run_dir, "run_dir: cannot make", "choose another run_dir"):
         run_dir.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"run_dir: cannot make {run_dir}: {error.strerror}; choose another run_dir") from None
 
 
 def check(folder: Path) -> None:
@@ -198,16 +198,13 @@ def job_records(folder: Path, kind: type[R]) -> Iterator[tuple[str, R]]:
 
 def _is_there(folder: Path) -> bool:
     """Returns whether there is the folder of a backend, which is checked. Raises `UserError` where it cannot be read."""
-    try:
+    with keeping(folder, "cannot look for jobs in"), contextlib.suppress(FileNotFoundError):
         with _answering(folder):
             check(folder)
         if not os.access(folder, os.R_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    except FileNotFoundError:
-        return False
-    except OSError as error:
-        raise UserError(f"cannot look for jobs in {folder}: {error.strerror}; set LOCKSTEP_HOME") from None
-    return True
+        return True
+    return False
 
 
 Identifier = Annotated[str, StringConstraints(pattern=r"^[^\x00]*[^\s\x00][^\x00]*$")]
@@ -355,10 +352,8 @@ class SlurmJob(Record):
     def notes(self, begin: str, end: str = "") -> dict[int, Path]:
         """Returns the files of this job whose names are `begin`, a number, and `end`, by that number."""
         first = self.file(begin)
-        paths = {
-            path.name.removeprefix(first.name).removesuffix(end): path
-            for path in first.parent.glob(f"{first.name}*{end}")
-        }
+        found = first.parent.glob(f"{first.name}*{end}")
+        paths = {path.name.removeprefix(first.name).removesuffix(end): path for path in found}
         return {int(number): path for number, path in paths.items() if number.isdecimal()}
 
 

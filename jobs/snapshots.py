@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from pathspec import GitIgnoreSpec
 
 FOLDER = "code"
+"""Folder in $LOCKSTEP_HOME; for SLURM, the nodes must share its storage."""
 KEPT_SECONDS = 7 * 86400
 """Seconds for which a copy is kept that no job of this machine names."""
 IGNORE_FILE = ".lockstepignore"
@@ -242,24 +243,17 @@ def _too_large(sizes: dict[str, int], size: str, limit: str) -> UserError:
     )
 
 
-def home() -> Path:
-    """Returns `$LOCKSTEP_HOME/code`; for SLURM, the nodes must share its storage."""
-    return records.home().absolute() / FOLDER
-
-
 def store(identity: str, packed: bytes) -> None:
     """Saves the archive. Raises `UserError`."""
-    place = records.make(home()) / f"{archive.check_identity(identity)}.tar.gz"
-    try:
+    place = records.make(records.folder(FOLDER)) / f"{archive.check_identity(identity)}.tar.gz"
+    with records.keeping(place.parent, "cannot keep the code in"):
         files.replace(place, packed)
-    except OSError as error:
-        raise UserError(f"cannot keep the code in {place.parent}: {error.strerror}; set LOCKSTEP_HOME") from None
     _remove_unused()
 
 
 def packed(identity: str) -> bytes:
     """Returns the archive of a copy. Raises `UserError` if the archive is missing or damaged."""
-    place = home() / f"{archive.check_identity(identity)}.tar.gz"
+    place = records.folder(FOLDER) / f"{archive.check_identity(identity)}.tar.gz"
     try:
         records.check(place.parent)
         data = files.read(place, archive.MAX_PACKED)
@@ -273,13 +267,13 @@ def packed(identity: str) -> bytes:
 
 def folder_of(spec: JobSpec) -> str:
     """Returns the folder of the job's unpacked code; "" without code. Raises `UserError` if the code has not been read yet."""
-    return str(home() / code_identity(spec)) if spec.code is not None else ""
+    return str(records.folder(FOLDER) / code_identity(spec)) if spec.code is not None else ""
 
 
 def unpacked(identity: str) -> Path:
     """Returns the unpacked copy, and creates it if it is missing. Renames a copy that was changed: a job may run in it. Raises
     `UserError`."""
-    target = home() / identity
+    target = records.folder(FOLDER) / identity
     data = packed(identity)
     if os.path.lexists(target) and not archive.holds(target, identity):
         aside = target.with_name(f".{identity}.changed.{os.getpid()}")
@@ -296,7 +290,7 @@ def _remove_unused() -> None:
     old = time.time() - KEPT_SECONDS
     jobs = (files.read_json(path) for path in records.home().glob("*/*/job.json"))
     named = {str(get(job, "spec", "code", "hash")) for job in jobs}
-    for place in home().iterdir():
+    for place in records.folder(FOLDER).iterdir():
         identity = place.name.removesuffix(".tar.gz")
         with contextlib.suppress(OSError):
             if identity in named or place.lstat().st_mtime > old:
@@ -345,22 +339,18 @@ def _scripts(spec: JobSpec) -> Iterator[str]:
             return
 
 
-def snapshot(spec: JobSpec) -> JobSpec:
-    """Saves the code of a job, and returns the resolved spec. Raises `UserError`, also if the spec names a copy that is not stored."""
-    resolved, bundle = resolve(spec)
-    if bundle is not None:
-        store(bundle.identity, bundle.packed)
-    elif resolved.code is not None and resolved.code.hash is not None:
-        resolved = _with_code(resolved, resolved.code.hash, packed(resolved.code.hash))
-    return resolved
-
-
 def snapshot_all(specs: list[JobSpec]) -> list[JobSpec]:
-    """Saves the code of the runs of a sweep. Reads each folder once, so that all runs have the same code."""
+    """Returns the resolved specs of a job, or of the runs of a sweep, and saves their code. Reads each folder once, so that all runs have
+    the same code. Raises `UserError`, also if a spec names a copy that is not stored."""
     known: dict[Code | None, Code | None] = {}
     for spec in specs:
         if spec.code not in known:
-            known[spec.code] = snapshot(spec).code
+            resolved, bundle = resolve(spec)
+            if bundle is not None:
+                store(bundle.identity, bundle.packed)
+            elif resolved.code is not None and resolved.code.hash is not None:
+                resolved = _with_code(resolved, resolved.code.hash, packed(resolved.code.hash))
+            known[spec.code] = resolved.code
     return [spec.model_copy(update={"code": known[spec.code]}) for spec in specs]
 
 

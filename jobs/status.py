@@ -125,9 +125,8 @@ class Status:
         lines += [slow_rank_line(self.slow_rank)] if self.slow_rank is not None else []
         if len(self.ranks) > 1:
             head = ("NODE", "RANKS", "STATE", "RESTARTS", "REASON")
-            lines += columns(
-                head, [(one.name, one.span, one.state, str(one.restarts), one.reason) for one in self.ranks]
-            )
+            rows = [(one.name, one.span, one.state, str(one.restarts), one.reason) for one in self.ranks]
+            lines += columns(head, rows)
         return lines
 
     def plain(self) -> dict[str, Any]:

@@ -77,10 +77,9 @@ def submit(spec: JobSpec, specs: list[JobSpec], backend: str = "slurm", mode: Mo
 
 
 def submit_and_tell(
-    spec: JobSpec, backend: str, texts: list[str], mode: Mode, wait: float | None, as_json: bool
+    opened: Backend, spec: JobSpec, texts: list[str], mode: Mode, wait: float | None, as_json: bool
 ) -> int:
     """Submits the runs, as one array if the backend can. With `wait`, waits for their ends and prints a table. Returns the exit code."""
-    opened = backend_of(backend).at(spec)
     values = parse(texts)
     specs = expand(spec, values)
     done = opened.sweep(spec.name, specs, mode)

@@ -86,9 +86,8 @@ class ClusterOptions:
         submitted = records.place_of(kind.name, name) if name is not None and not any(place.values()) else {}
         _at_its_host(kind, self.host or submitted.get("host"))
         if submitted:
-            note(
-                f"{name} was submitted from here with {' '.join(f'--{flag} {value}' for flag, value in submitted.items())}"
-            )
+            flags = " ".join(f"--{flag} {value}" for flag, value in submitted.items())
+            note(f"{name} was submitted from here with {flags}")
         return kind.at(None, **(submitted or place))
 
 
@@ -225,11 +224,7 @@ def flatten_options(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def render(
-    backend: Backend,
-    job: Job,
-    sweep: Sweep = None,
-) -> None:
+def render(backend: Backend, job: Job, sweep: Sweep = None) -> None:
     """Print the manifest that submit would apply. No cluster is needed."""
     from .. import snapshots
 
@@ -304,13 +299,13 @@ def submit(
     mode: Mode = "replace" if replace or fresh else "attach"
     if dry_run and (sweep or wait is not None):
         raise UserError("--dry-run is of one job, and waits for none: leave out --sweep and --wait")
-    if sweep:
-        from .. import sweep as sweeps
-
-        raise typer.Exit(sweeps.submit_and_tell(spec, backend, sweep, mode, wait, as_json))
     from ..backend import backend_of
 
     opened = backend_of(backend).at(spec)
+    if sweep:
+        from .. import sweep as sweeps
+
+        raise typer.Exit(sweeps.submit_and_tell(opened, spec, sweep, mode, wait, as_json))
     if dry_run:
         _print_preflight(spec.name, opened.dry_run(spec, mode), as_json)
     done = opened.submit(spec, mode)

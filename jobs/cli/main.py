@@ -83,13 +83,8 @@ def run(
     if not re.fullmatch(r"auto|[1-9]\d{0,3}", ranks):
         raise UserError(f"--ranks must be a number from 1, or auto; got {ranks!r}")
     command = [sys.executable, "-m", "lockstep.training", "launch", "--ranks", ranks]
-    command += [
-        "--max-restarts",
-        str(max_restarts),
-        "--prefix" if prefix else "--no-prefix",
-        *["--live"] * live,
-        *words,
-    ]
+    command += ["--max-restarts", str(max_restarts), "--prefix" if prefix else "--no-prefix"]
+    command += [*["--live"] * live, *words]
     environment = {**os.environ, "PATH": search_path(os.environ)} if own else os.environ
     os.execve(command[0], command, environment)  # noqa: S606 - the launcher takes this process's place, and its signals
 

@@ -58,7 +58,23 @@ class ComposeBackend(Cluster):
 
     @classmethod
     def doctor(cls, spec: JobSpec | None, **place: str | None) -> list[Check]:  # noqa: ARG003 - the engine is this machine's
-        return _check(spec)
+        """Returns checks of what would keep a job from running here. If the engine does not answer, no further check follows."""
+        try:
+            about = json.loads(engine.docker("info", "--format", "{{json .}}"))
+            if about.get("ServerErrors"):
+                raise engine.EngineError(" ".join(about["ServerErrors"]))
+            version = engine.docker("compose", "version", "--short").strip()
+        except (engine.EngineError, ValueError) as error:
+            return [Check("engine", "missing", str(error))]
+        limited = about.get("MemoryLimit") and about.get("CpuCfsQuota")
+        rows = [
+            Check("engine", "ok", f"{about.get('Name')}, Docker {about.get('ServerVersion')}, {about.get('Driver')}"),
+            Check("compose", "ok", version),
+            Check("limits", "ok", f"memory and cpus, cgroup version {about.get('CgroupVersion')}")
+            if limited
+            else Check("limits", "warning", "the engine cannot limit memory and cpus (rootless without cgroup v2?)"),
+        ]
+        return rows if spec is None else [*rows, *_check_job(spec, about)]
 
     def find(self, name: str, submitting: bool = False) -> JobRecord | None:  # noqa: ARG002 - no other process removes a job
         nodes = engine.containers(*OURS, f"{JOB}={name}")
@@ -69,33 +85,30 @@ class ComposeBackend(Cluster):
         self.check_secrets(job.spec)
         gone = [node for node in known.handle if get(node, "State", "Status") in ("exited", "dead")]
         self._up(job, known.handle)
-        return SubmitResult(
-            known.name, False, known.where, tuple(str(get(node, "Config", "Hostname")) for node in gone)
-        )
+        restarted = tuple(str(get(node, "Config", "Hostname")) for node in gone)
+        return SubmitResult(known.name, False, known.where, restarted)
 
     def preflight(self, job: Submission) -> list[Check]:
-        return [*_check(job.spec), Check("start", "ok", "at once")]
+        return [*self.doctor(job.spec), Check("start", "ok", "at once")]
 
     def create(self, job: Submission, old: JobRecord | None) -> SubmitResult:
         name = job.spec.name
         if old is not None:
             self._remove(name)
-        self._remove_code(name)  # an interrupted submission may have left a volume
+        _remove_code(name)  # an interrupted submission may have left a volume
         self._up(job)
         return SubmitResult(name, True, _where(name))
 
     def _up(self, job: Submission, there: list[Manifest] | None = None) -> None:
         (file,) = job.manifests
-        self._make_volumes(file)
-        self._bring_code(job.spec)
-        engine.compose(str(file["name"]), to_yaml([file]), "up", "--detach", "--no-build", "--no-recreate", "--pull", "missing",
-                       env={contract.ENV_SECRET: _secret(there or [])})  # fmt: skip
-
-    @staticmethod
-    def _make_volumes(file: Manifest) -> None:
         for key, volume in (file.get("volumes") or {}).items():
             if isinstance(volume, dict) and volume.get("external") and key != rendering.CODE:
                 engine.docker("volume", "create", "--label", OURS[0], str(volume.get("name", key)))
+        self._bring_code(job.spec)
+        up = ("up", "--detach", "--no-build", "--no-recreate", "--pull", "missing")
+        words = ("compose", "-p", str(file["name"]), "-f", "-", "--progress", "quiet", *up)
+        secret = {contract.ENV_SECRET: _secret(there or [])}
+        engine.docker(*words, stdin=to_yaml([file]).encode(), timeout=engine.UP_SECONDS, env=secret)
 
     @staticmethod
     def _bring_code(spec: JobSpec) -> None:
@@ -108,16 +121,8 @@ class ComposeBackend(Cluster):
         try:
             engine.write_volume(volume, str(spec.image), "part-000", snapshots.packed(identity), label)
         except BaseException:
-            ComposeBackend._remove_code(spec.name)
+            _remove_code(spec.name)
             raise
-
-    @staticmethod
-    def _remove_code(name: str) -> None:
-        """Removes the volume with a job's code, and a container that was filling the volume when its command was killed."""
-        for container in engine.containers(f"{CODE}={name}"):
-            engine.docker("rm", "--force", str(container["Id"]))
-        for volume in engine.volumes(f"{CODE}={name}"):
-            engine.docker("volume", "rm", volume)
 
     def observe(self, known: JobRecord) -> Status:
         nodes, spec = known.handle, known.spec
@@ -139,7 +144,7 @@ class ComposeBackend(Cluster):
         return None
 
     def stream(self, known: JobRecord, rank: int | None, follow: bool, last: int | None) -> Iterator[str]:
-        seen = dict.fromkeys(self._ids(known, rank), "")
+        seen = dict.fromkeys(_ids(known, rank), "")
         while True:
             ended = not follow or self.status(known.name).final  # queried before the read, so that no line is missed
             sources = [_unseen(id, seen, rank) for id in seen]
@@ -150,14 +155,8 @@ class ComposeBackend(Cluster):
             last = None
             time.sleep(self.interval)
 
-    @staticmethod
-    def _ids(known: JobRecord, rank: int | None) -> list[str]:
-        """Returns the containers that a rank may be in, or all containers."""
-        nodes = known.handle if rank is None else [known.handle[rank // known.spec.ranks]]
-        return [str(node["Id"]) for node in nodes]
-
     def exec(self, known: JobRecord, rank: int, command: list[str], streams: Streams) -> int:
-        (place,) = self._ids(known, rank)
+        (place,) = _ids(known, rank)
         terminal = ["--tty"] if streams.terminal else []
         words = ["docker", "exec", "--interactive", *terminal, place]
         words += exec_command("python", rank, command, known.spec.run_directory)
@@ -171,19 +170,34 @@ class ComposeBackend(Cluster):
         """Ends and removes the job's containers, and its network. Volumes stay: they hold runs and data."""
         words = ("compose", "-p", rendering.project(name), "down", "--timeout", str(grace))
         engine.docker(*words, timeout=grace + 2 * engine.TIMEOUT)
-        self._remove_code(name)
+        _remove_code(name)
 
     def list(self) -> list[JobSummary]:
         jobs: dict[str, list[Manifest]] = {}
         for node in engine.containers(*OURS, JOB):
             jobs.setdefault(str(get(node, "Config", "Labels", JOB)), []).append(node)
-        return self._summaries(itertools.starmap(_known, sorted(jobs.items())))
+        return [*self._summaries(itertools.starmap(_known, sorted(jobs.items())))]
 
 
 def _known(name: str, nodes: list[Manifest]) -> JobRecord:
-    nodes, labels = _sorted(nodes), get(nodes[0], "Config", "Labels")
+    nodes = sorted(nodes, key=lambda node: int(get(node, "Config", "Labels", rendering.NODE) or 0))
+    labels = get(nodes[0], "Config", "Labels")
     created = min(str(node["Created"]) for node in nodes).partition(".")[0] + "+00:00"
     return JobRecord(name, get(labels, HASH), spec_in(labels), nodes, _where(name), len(nodes), created=created)
+
+
+def _remove_code(name: str) -> None:
+    """Removes the volume with a job's code, and a container that was filling the volume when its command was killed."""
+    for container in engine.containers(f"{CODE}={name}"):
+        engine.docker("rm", "--force", str(container["Id"]))
+    for volume in engine.volumes(f"{CODE}={name}"):
+        engine.docker("volume", "rm", volume)
+
+
+def _ids(known: JobRecord, rank: int | None) -> list[str]:
+    """Returns the containers that a rank may be in, or all containers."""
+    nodes = known.handle if rank is None else [known.handle[rank // known.spec.ranks]]
+    return [str(node["Id"]) for node in nodes]
 
 
 def _unseen(id: str, seen: dict[str, str], rank: int | None) -> Iterator[Stamped]:
@@ -200,10 +214,6 @@ def _where(name: str) -> str:
     return f"compose project {rendering.project(name)}"
 
 
-def _sorted(nodes: list[Manifest]) -> list[Manifest]:
-    return sorted(nodes, key=lambda node: int(get(node, "Config", "Labels", rendering.NODE) or 0))
-
-
 BACKEND = ComposeBackend
 
 
@@ -214,28 +224,14 @@ def _secret(there: list[Manifest]) -> str:
     return next(filter(None, [*given, os.environ.get(contract.ENV_SECRET)]), "") or secrets.token_hex(32)
 
 
-def _check(spec: JobSpec | None) -> list[Check]:
-    """Returns checks of what would keep a job from running here. If the engine does not answer, no further check follows."""
-    try:
-        about = json.loads(engine.docker("info", "--format", "{{json .}}"))
-        if about.get("ServerErrors"):
-            raise engine.EngineError(" ".join(about["ServerErrors"]))
-        version = engine.docker("compose", "version", "--short").strip()
-    except (engine.EngineError, ValueError) as error:
-        return [Check("engine", "missing", str(error))]
-    limited = about.get("MemoryLimit") and about.get("CpuCfsQuota")
-    rows = [
-        Check("engine", "ok", f"{about.get('Name')}, Docker {about.get('ServerVersion')}, {about.get('Driver')}"),
-        Check("compose", "ok", version),
-        Check("limits", "ok", f"memory and cpus, cgroup version {about.get('CgroupVersion')}")
-        if limited
-        else Check("limits", "warning", "the engine cannot limit memory and cpus (rootless without cgroup v2?)"),
-    ]
-    return rows if spec is None else [*rows, *_check_job(spec, about)]
-
-
 def _check_job(spec: JobSpec, about: dict[str, Any]) -> Iterator[Check]:
-    yield _check_image(spec.image)
+    if spec.image is None:
+        yield Check("image", "missing", "image is not set: add it to the job")
+    elif engine.image(spec.image) is None:
+        advice = "submit pulls it (make image-cpu builds lockstep:cpu)"
+        yield Check("image", "warning", f"{spec.image} is not here: {advice}")
+    else:
+        yield Check("image", "ok", spec.image)
     memory, needed = int(about.get("MemTotal") or 0), spec.nodes * size_in_bytes(spec.memory)
     detail = f"{spec.nodes} × {spec.memory} of {memory / (1 << 30):.1f} GiB"
     yield Check("memory", "ok" if needed <= memory else "missing", detail)
@@ -249,12 +245,3 @@ def _check_job(spec: JobSpec, about: dict[str, Any]) -> Iterator[Check]:
     for secret in spec.secrets:
         there = secret in os.environ
         yield Check("secret", "ok" if there else "missing", secret if there else f"set {secret} in the environment")
-
-
-def _check_image(name: str | None) -> Check:
-    if name is None:
-        return Check("image", "missing", "image is not set: add it to the job")
-    about = engine.image(name)
-    if about is None:
-        return Check("image", "warning", f"{name} is not here: submit pulls it (make image-cpu builds lockstep:cpu)")
-    return Check("image", "ok", name)

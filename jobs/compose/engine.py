@@ -50,22 +50,17 @@ class EngineDown(EngineError, Unreachable):
     """An error for an engine that does not answer."""
 
 
-def docker(
-    *words: str, stdin: str | bytes | None = None, timeout: float = TIMEOUT, env: Mapping[str, str] | None = None
-) -> str:
+def docker(*words: str, stdin: bytes = b"", timeout: float = TIMEOUT, env: Mapping[str, str] | None = None) -> str:
     """Returns the standard output of `docker WORDS`. `env`: variables in addition to this process's. Raises `EngineError`."""
     return _run(words, stdin, timeout, env).decode(errors="replace")
 
 
-def _run(
-    words: Sequence[str], stdin: str | bytes | None, timeout: float, env: Mapping[str, str] | None = None
-) -> bytes:
-    data = stdin.encode() if isinstance(stdin, str) else stdin
+def _run(words: Sequence[str], stdin: bytes, timeout: float, env: Mapping[str, str] | None = None) -> bytes:
+    variables = {**os.environ, **(env or {})}
     try:
         done = subprocess.run(
-            ["docker", *words], input=data, capture_output=True, timeout=timeout,
-            stdin=subprocess.DEVNULL if stdin is None else None, check=False, env={**os.environ, **(env or {})},
-        )  # fmt: skip
+            ["docker", *words], input=stdin, capture_output=True, timeout=timeout, check=False, env=variables
+        )
     except FileNotFoundError:
         raise EngineError("docker is not installed: install Docker with its compose plugin") from None
     except subprocess.TimeoutExpired:
@@ -99,13 +94,6 @@ def image(name: str) -> dict[str, Any] | None:
     return about if isinstance(about, dict) else None
 
 
-def compose(
-    name: str, file: str, *words: str, timeout: float = UP_SECONDS, env: Mapping[str, str] | None = None
-) -> str:  # fmt: skip
-    """Runs `docker compose WORDS` with a file on standard input, and returns the output. `env` as in `docker`. Raises `EngineError`."""
-    return docker("compose", "-p", name, "-f", "-", "--progress", "quiet", *words, stdin=file, timeout=timeout, env=env)
-
-
 def containers(*labels: str) -> list[dict[str, Any]]:
     """Returns `docker inspect` of all containers with these labels, also of stopped ones."""
     filters = [word for label in labels for word in ("--filter", f"label={label}")]
@@ -130,7 +118,7 @@ def volumes(*labels: str) -> list[str]:
 def read_file(container: str, path: str) -> tuple[bytes, float] | None:
     """Returns a file of a container, running or not, and its time (Unix seconds); None if there is no such file."""
     try:
-        data = _run(("cp", f"{container}:{path}", "-"), None, TIMEOUT)
+        data = _run(("cp", f"{container}:{path}", "-"), b"", TIMEOUT)
     except EngineError as error:
         # The last one: the container is being removed.
         if re.search("Could not find the file|[Nn]o such|RWLayer of container", str(error)):

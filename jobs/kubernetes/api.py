@@ -214,15 +214,18 @@ class Api:
         for kind in () if answered else KINDS:
             self.find(path_of(namespace, kind), Listing, **query)
 
-    def create(self, path: str, body: Any, shape: type[Shape] = Item, **query: Any) -> Any:
-        """Sends a POST with strict field validation: an unknown field is an error, and not silently dropped."""
-        return self._json("POST", path, {"fieldValidation": "Strict", **query}, shape, body)
+    def create(
+        self, path: str, body: Any, shape: type[Shape] = Item, missing: Collection[int] = (), **query: Any
+    ) -> Any:
+        """Sends a POST with strict field validation: an unknown field is an error, and not silently dropped. `missing` as in `find`."""
+        return self._json("POST", path, {"fieldValidation": "Strict", **query}, shape, body, missing)
 
     def patch(self, path: str, body: Any) -> Any:
         return self._json("PATCH", path, {}, Shape, body)
 
     def delete(self, path: str, body: Any) -> Any:
-        return self._json("DELETE", path, {}, Shape, body)
+        """Deletes an object, if it is there."""
+        return self._json("DELETE", path, {}, Shape, body, missing=(404,))
 
     def _json(
         self, method: str, path: str, query: dict[str, Any], shape: type[Shape], body: Any = None,

@@ -24,7 +24,7 @@ from ..backend import Cluster, JobRecord, Submission
 from ..lint import errors
 from ..logs import PREFIX
 from ..manifest import HASH, JOB, MANAGED, Manifest, get, merge, spec_in
-from ..process import Streams
+from ..process import Streams, exec_command
 from ..spec.model import JobSpec, code_identity
 from ..status import Check, JobSummary, Status, SubmitResult, Unreachable, note
 from . import render
@@ -157,12 +157,11 @@ class KubernetesBackend(Cluster):
         why = next((item.message for item in broken["TrainJob"] if item.id not in common), "")
         try:
             if not why:
-                self.api.create(self.path("TrainJob"), job["TrainJob"], dryRun="All")
+                # A missing namespace and an existing job are no objection to the kind.
+                self.api.create(self.path("TrainJob"), job["TrainJob"], missing=(404, 409), dryRun="All")
         except (ApiError, Failing) as error:
-            # A missing namespace and an existing job are no objection to the kind.
-            if not (isinstance(error, ApiError) and error.status in (404, 409)):
-                message = error.message if isinstance(error, ApiError) else str(error)
-                why = f"it refuses the job ({message}){'; Trainer 2.3 or later takes it' if outdated(message) else ''}"
+            message = error.message if isinstance(error, ApiError) else str(error)
+            why = f"it refuses the job ({message}){'; Trainer 2.3 or later takes it' if outdated(message) else ''}"
         if why:
             note(f"k8s.kind auto: PyTorchJob, although the cluster also has TrainJob: {why}")
         return not why
@@ -183,11 +182,7 @@ class KubernetesBackend(Cluster):
 
         policy, rendered = job.manifests
         for path, item in ((self._policies, policy), (self.path(rendered["kind"]), rendered)):
-            try:
-                self.api.create(path, item, dryRun="All")
-            except ApiError as error:
-                if error.status != 409:  # the job exists, and would be replaced
-                    raise
+            self.api.create(path, item, missing=(409,), dryRun="All")  # 409: the job exists, and would be replaced
         return Doctor(self.api, self.namespace, job.spec).rows()
 
     def create(self, job: Submission, old: JobRecord | None) -> SubmitResult:
@@ -238,9 +233,8 @@ class KubernetesBackend(Cluster):
         submission = str(get(live, "metadata", "annotations", SUBMISSION))
         policy, job = rendered or render.manifests(spec, submission)
         # Without `blockOwnerDeletion`, which needs additional rights.
-        owner = {key: job[key] for key in ("apiVersion", "kind")} | {
-            key: get(live, "metadata", key) for key in ("name", "uid")
-        }
+        name, uid = (get(live, "metadata", key) for key in ("name", "uid"))
+        owner = {"apiVersion": job["apiVersion"], "kind": job["kind"], "name": name, "uid": uid}
         pieces = [(self._policies, policy)]
         if spec.code is not None:
             packed, maps = snapshots.packed(code_identity(spec)), f"/api/v1/namespaces/{self.namespace}/configmaps"
@@ -259,12 +253,10 @@ class KubernetesBackend(Cluster):
                     raise
         # With a queue (a patch may name it), Kueue lets the job run.
         queue = get(job, "metadata", "labels", KUEUE_QUEUE)
-        done: Manifest = {"uid": get(live, "metadata", "uid"), "annotations": {INCOMPLETE: None}}
-        run = (
-            {"metadata": {**done, "labels": {KUEUE_QUEUE: queue}}}
-            if queue
-            else {"metadata": done, "spec": _suspend_patch(job, None)}
-        )
+        done: Manifest = {"uid": uid, "annotations": {INCOMPLETE: None}}
+        run: Manifest = {"metadata": {**done, "labels": {KUEUE_QUEUE: queue}}}
+        if not queue:
+            run = {"metadata": done, "spec": _suspend_patch(job, None)}
         self.api.patch(self.path(job["kind"], spec.name), run)
 
     def observe(self, known: JobRecord) -> Status:
@@ -318,24 +310,18 @@ class KubernetesBackend(Cluster):
 
     def _workload(self, job: Manifest) -> Manifest | None:
         """Returns the job's workload in Kueue's queue; None without Kueue."""
+        from .api import Listing
+
         selector = f"kueue.x-k8s.io/job-uid={get(job, 'metadata', 'uid')}"
         for version in KUEUE:
-            try:
-                path = f"/apis/{version}/namespaces/{self.namespace}/workloads"
-                return next(iter(self.api.items(path, labelSelector=selector)), None)
-            except ApiError as error:
-                if error.status not in (403, 404):
-                    raise
+            path = f"/apis/{version}/namespaces/{self.namespace}/workloads"
+            listing = self.api.find(path, Listing, (403, 404), labelSelector=selector)
+            if listing is not None:
+                return next(iter(listing["items"] or []), None)
         return None
 
     def stream(self, known: JobRecord, rank: int | None, follow: bool, last: int | None) -> Iterator[str]:
-        yield from self._reader(known).lines(self._of_rank(known, rank), rank, follow, last)
-
-    @staticmethod
-    def _of_rank(known: JobRecord, rank: int | None) -> list[str]:
-        """Returns the host that a rank is on, or all hosts."""
-        names = hosts(known.handle)
-        return names if rank is None else [names[rank // known.spec.ranks]]
+        yield from self._reader(known).lines(_of_rank(known, rank), rank, follow, last)
 
     def _reader(self, known: JobRecord) -> Reader:
         from .logs import Reader
@@ -343,32 +329,27 @@ class KubernetesBackend(Cluster):
         return Reader(self, known)
 
     def exec(self, known: JobRecord, rank: int, command: list[str], streams: Streams) -> int:
-        from .exec import beside
+        from .exec import in_pod
 
-        (host,) = self._of_rank(known, rank)
+        (host,) = _of_rank(known, rank)
         pod = self.pod(known.handle, host)
         if pod is None:
             raise UserError(f"rank {rank} does not run: the pod {host} is gone")
-        there = ["kubectl", "--namespace", self.namespace, *(["--context", self.context] if self.context else [])]
         name, container = str(get(pod, "metadata", "name")), CONTAINERS[known.handle["kind"]]
-        return beside(there, name, container, rank, command, known.spec.run_directory, streams)
+        words = ["kubectl", "--namespace", self.namespace, *(["--context", self.context] if self.context else [])]
+        words += ["exec", "--stdin", *(["--tty"] if streams.terminal else []), name, "--container", container, "--"]
+        words += exec_command("python", rank, command, known.spec.run_directory)
+        return in_pod(words, name, streams)
 
     def stop(self, known: JobRecord) -> Status:
         self._delete(known)
         return Status("cancelled", "cancelled; its pods had the grace period to save")
 
     def _delete(self, known: JobRecord) -> None:
-        """Deletes the job and waits until it and its pods are gone."""
-        try:
-            self.api.delete(self.path(str(known.handle["kind"]), known.name), _deletion(known.handle))
-        except ApiError as error:
-            if error.status != 404:
-                raise
-        self._await_end(known)
-
-    def _await_end(self, known: JobRecord) -> None:
-        """Waits until the job with this uid is gone. Raises `UserError`, at once if only pods on dead nodes keep the job."""
+        """Deletes the job and waits until the job with this uid and its pods are gone. Raises `UserError`, at once if only pods on dead
+        nodes keep the job."""
         name, uid = known.name, get(known.handle, "metadata", "uid")
+        self.api.delete(self.path(str(known.handle["kind"]), name), _deletion(known.handle))
         timeout = known.spec.grace_seconds + DELETION_MARGIN
         deadline = time.monotonic() + timeout
         while (left := self.job(name)) is not None and get(left, "metadata", "uid") == uid:
@@ -406,9 +387,14 @@ class KubernetesBackend(Cluster):
 
     def list(self) -> list[JobSummary]:
         # From the server's watch cache: another list would need a quorum read of etcd.
-        query = {"labelSelector": MANAGED_SELECTOR, "resourceVersion": "0"}
-        jobs = self.api.jobs(self.namespace, **query)
+        jobs = self.api.jobs(self.namespace, labelSelector=MANAGED_SELECTOR, resourceVersion="0")
         return sorted((_row(job) for _, of_kind in jobs for job in of_kind), key=lambda row: row.name)
+
+
+def _of_rank(known: JobRecord, rank: int | None) -> list[str]:
+    """Returns the host that a rank is on, or all hosts."""
+    names = hosts(known.handle)
+    return names if rank is None else [names[rank // known.spec.ranks]]
 
 
 def _row(job: Manifest) -> JobSummary:
@@ -426,10 +412,8 @@ def _suspend_patch(job: Manifest, value: bool | None) -> Manifest:
 
 def _deletion(item: Manifest) -> dict[str, Any]:
     """Returns the options that delete this very object, after all objects that belong to it."""
-    conditions = {"uid": get(item, "metadata", "uid")}
-    return {
-        "apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Foreground", "preconditions": conditions,
-    }  # fmt: skip
+    options = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Foreground"}
+    return {**options, "preconditions": {"uid": get(item, "metadata", "uid")}}
 
 
 BACKEND = KubernetesBackend

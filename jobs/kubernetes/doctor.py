@@ -6,8 +6,8 @@ Every row says ok, missing, warning, or "cannot tell" if the rights to check are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from functools import cached_property, partial
+from collections.abc import Iterable, Iterator
+from functools import cached_property
 
 from lockstep.training.contract import UserError
 
@@ -40,26 +40,14 @@ class Doctor:
     def cluster(self) -> list[Check]:
         """Returns a row for the cluster and a row for the user. Raises `UserError` if the cluster does not answer: then no query can."""
         version = self.api.get("/version", Shape).get("gitVersion", "?")
-        return [Check("cluster", "ok", f"{self.api.host}, Kubernetes {version}"), *self._guarded("who", self._who)]
+        return [Check("cluster", "ok", f"{self.api.host}, Kubernetes {version}"), *_guarded("who", self._who())]
 
     def rows(self) -> list[Check]:
         """Returns the rows of all queries, in order. Raises `LoggedOut`."""
-        queries: dict[str, Callable[[], Rows]] = {"rights": self._rights, "custom resource": self._custom_resource}
+        queries = {"rights": self._rights(), "custom resource": self._custom_resource()}
         if self.spec is not None:
-            queries |= {"volumes": partial(self._volumes, self.spec), "queue": partial(self._queue, self.spec)}
-        return [row for name, query in queries.items() for row in self._guarded(name, query)]
-
-    @staticmethod
-    def _guarded(name: str, query: Callable[[], Rows]) -> list[Check]:
-        """Returns the rows of a query. Raises `LoggedOut`: then no query can answer."""
-        rows: list[Check] = []
-        try:
-            rows.extend(query())
-        except LoggedOut:
-            raise
-        except UserError as error:
-            rows.append(Check(name, "cannot tell", str(error)[:200]))
-        return rows
+            queries |= {"volumes": self._volumes(self.spec), "queue": self._queue(self.spec)}
+        return [row for name, query in queries.items() for row in _guarded(name, query)]
 
     @cached_property
     def _kinds(self) -> list[str]:
@@ -74,11 +62,9 @@ class Doctor:
         yield Check("who", "ok", f"{get(answer, 'status', 'userInfo', 'username')}, namespace {self.namespace}")
 
     def _rights(self) -> Rows:
-        review = {
-            "apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectRulesReview", "spec": {"namespace": self.namespace},
-        }  # fmt: skip
-        path = "/apis/authorization.k8s.io/v1/selfsubjectrulesreviews"
-        status = get(self.api.create(path, review, Shape), "status")
+        version = "authorization.k8s.io/v1"
+        review = {"apiVersion": version, "kind": "SelfSubjectRulesReview", "spec": {"namespace": self.namespace}}
+        status = get(self.api.create(f"/apis/{version}/selfsubjectrulesreviews", review, Shape), "status")
         rules = mappings(get(status, "resourceRules"))
 
         def denied(wanted: Iterable[tuple[str, str, str]]) -> str:
@@ -138,6 +124,16 @@ class Doctor:
             yield Check(
                 "start", "cannot tell", f"no job waits in the queue {name}; Kueue says whether its quota is free"
             )
+
+
+def _guarded(name: str, query: Rows) -> Rows:
+    """Yields the rows of a query. Raises `LoggedOut`: then no query can answer."""
+    try:
+        yield from query
+    except LoggedOut:
+        raise
+    except UserError as error:
+        yield Check(name, "cannot tell", str(error)[:200])
 
 
 def rights(kind: str) -> list[tuple[str, str, str]]:

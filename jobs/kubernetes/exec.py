@@ -6,12 +6,11 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Sequence
 
 from lockstep.training import files
 from lockstep.training.contract import UserError
 
-from ..process import CHUNK, Streams, exec_command, run
+from ..process import CHUNK, Streams, run
 from ..status import Unreachable
 
 _ENDED = "command terminated with exit code "
@@ -22,23 +21,16 @@ _NOT_STARTED = re.compile(
 """Errors after which no command runs in the container."""
 
 
-def beside(
-    kubectl: Sequence[str], pod: str, container: str, rank: int, command: list[str], run_dir: str, streams: Streams
-) -> int:
-    """Runs the command in the container. Returns the command's exit code.
-
-    Args:
-        kubectl: the program with the flags that say where the cluster is.
+def in_pod(words: list[str], pod: str, streams: Streams) -> int:
+    """Runs `kubectl exec` with the command, which runs in the pod. Returns the command's exit code.
 
     Raises:
         UserError: there is no kubectl, or the command cannot be started.
         Unreachable: the connection was lost before the command had ended.
     """
-    if shutil.which(kubectl[0]) is None:
-        raise UserError(f"{kubectl[0]} is not on PATH, and runs the command in the pod: install it, then try again")
+    if shutil.which(words[0]) is None:
+        raise UserError(f"{words[0]} is not on PATH, and runs the command in the pod: install it, then try again")
 
-    words = [*kubectl, "exec", "--stdin", *(["--tty"] if streams.terminal else []), pod]
-    words += ["--container", container, "--", *exec_command("python", rank, command, run_dir)]
     source, target = os.pipe()
     end = bytearray()
 

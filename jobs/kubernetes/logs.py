@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from lockstep.training.contract import UserError
 
@@ -21,7 +21,7 @@ from .render import CONTAINERS
 
 if TYPE_CHECKING:
     from ..backend import JobRecord
-    from .api import Api
+    from .backend import KubernetesBackend
 
 SILENCE = 300.0
 """Seconds without a line after which a stream is opened anew: a dead connection looks like silence."""
@@ -31,23 +31,10 @@ LogCursor = tuple[str, str]
 """The position up to which a pod's log has been read: the pod's uid, and the time of the last line."""
 
 
-class Queries(Protocol):
-    """The part of the backend that a reader asks. `interval` and `lost_after` are seconds."""
-
-    api: Api
-    namespace: str
-    interval: float
-    lost_after: float
-
-    def job(self, name: str) -> dict[str, Any] | None: ...
-    def pods(self, job: dict[str, Any]) -> list[dict[str, Any]]: ...
-    def pod(self, job: dict[str, Any], host: str) -> dict[str, Any] | None: ...
-
-
 class Reader:
     """Follows the pods of one job. An outage of the server ends it after the backend's `lost_after` seconds."""
 
-    def __init__(self, backend: Queries, known: JobRecord) -> None:
+    def __init__(self, backend: KubernetesBackend, known: JobRecord) -> None:
         self.backend, self.known = backend, known
         self._stop = threading.Event()
         self._gone_since: float | None = None
@@ -63,7 +50,8 @@ class Reader:
                 yield from _pick(iter((line,)), host(pod), rank)
 
         if not follow or last is not None:
-            for pod in sorted(self._of(hosts), key=_age):  # the newest of a host comes last
+            oldest_first = sorted(self._of(hosts), key=lambda pod: str(get(pod, "metadata", "creationTimestamp")))
+            for pod in sorted(oldest_first, key=host):  # the newest of a host comes last
                 yield from own(pod) if last is None else deque(own(pod), last)
         if follow:
             yield from self._follow_all(hosts, rank, seen)
@@ -136,11 +124,8 @@ class Reader:
     def _once(self, pod: dict[str, Any], follow: bool, after: str, last: int | None = None) -> Iterator[Stamped]:
         """Yields (time stamp, line) of a container: the lines later than `after`, and at most the last `last` lines."""
         path = f"/api/v1/namespaces/{self.backend.namespace}/pods/{get(pod, 'metadata', 'name')}/log"
-        query = {
-            "container": CONTAINERS[self.known.handle["kind"]],
-            "timestamps": "true",
-            "follow": "true" if follow else None,
-        }
+        container = CONTAINERS[self.known.handle["kind"]]
+        query = {"container": container, "timestamps": "true", "follow": "true" if follow else None}
         since, stamp = after.partition(".")[0] + "Z" if after else None, ""
         try:
             for text in self.backend.api.log(path, SILENCE if follow else 30, sinceTime=since, tailLines=last, **query):
@@ -152,10 +137,6 @@ class Reader:
         except ApiError as error:
             if error.status not in (400, 404):  # the container has not started, or is gone
                 raise UserError(f"cannot read the log of {get(pod, 'metadata', 'name')}: {error.message}") from None
-
-
-def _age(pod: dict[str, Any]) -> tuple[str, str]:
-    return host(pod), str(get(pod, "metadata", "creationTimestamp"))
 
 
 _STAMP = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d:\d\d)", re.ASCII)

@@ -43,10 +43,8 @@ def status_from_pods(
     places = {host: node for node, host in enumerate(hosts)}
     replaced = _replaced(job, pods, events)
     pods = newest(pods)
-    known, since = (
-        {None, *(get(item, "metadata", "uid") for item in [job, *pods])},
-        get(job, "metadata", "creationTimestamp") or "",
-    )
+    known = {None, *(get(item, "metadata", "uid") for item in [job, *pods])}
+    since = get(job, "metadata", "creationTimestamp") or ""
     # Events of an earlier job with the same name stay for an hour. Those of a TrainJob's batch Job are known by their time.
     events = [
         event for event in events
@@ -116,10 +114,8 @@ def _died(code: int) -> str:
 
 def newest(pods: list[Object]) -> list[Object]:
     """Returns the latest pod of each host: a batch Job keeps failed pods in addition to their replacements."""
-    latest: dict[str, Object] = {}
-    for pod in sorted(pods, key=lambda pod: str(get(pod, "metadata", "creationTimestamp"))):
-        latest[host(pod)] = pod
-    return list(latest.values())
+    oldest_first = sorted(pods, key=lambda pod: str(get(pod, "metadata", "creationTimestamp")))
+    return list({host(pod): pod for pod in oldest_first}.values())
 
 
 def owned_by(pod: Object, job: Object) -> bool:
@@ -306,10 +302,8 @@ def _broken(pod: Object) -> tuple[str, int | None] | None:
         where = f" in {end['container']}" if end["init"] else ""
         return f"{name} ended with exit code {code}{where}: see `lockstep logs`", code
     if get(pod, "status", "phase") == "Failed":
-        return (
-            f"{name} failed: {get(pod, 'status', 'message') or get(pod, 'status', 'reason') or 'no reason given'}",
-            None,
-        )
+        why = get(pod, "status", "message") or get(pod, "status", "reason") or "no reason given"
+        return f"{name} failed: {why}", None
     return None
 
 
@@ -349,10 +343,8 @@ def _part(pod: Object, ranks: int, places: dict[str, int], now: float, replaced:
     times, why = replaced
     last = f"replaced: {why}" if why else ""
     reason = silent or _waiting(pod) or (f"exit code {end.get('exitCode')}" if end else last)
-    phase = (
-        "terminating" if get(pod, "metadata", "deletionTimestamp") else str(get(pod, "status", "phase") or "Unknown")
-    )
-    state = "unknown" if silent else phase.lower()
+    ending, phase = get(pod, "metadata", "deletionTimestamp"), str(get(pod, "status", "phase") or "unknown").lower()
+    state = "unknown" if silent else "terminating" if ending else phase
     restarts = times + sum(int(item.get("restartCount") or 0) for item in statuses)
     return NodeStatus(str(get(pod, "metadata", "name")), owned, state, reason, restarts)
 

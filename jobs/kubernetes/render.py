@@ -100,7 +100,10 @@ def job(spec: JobSpec, submission: str = RENDERED) -> Manifest:
     if queue := spec.k8s.queue:
         marks[KUEUE_QUEUE] = queue
     annotations = {SPEC: spec_text(spec.record()), **({SUBMISSION: submission} if spec.code is not None else {})}
-    template = {"metadata": _pod_metadata(spec), "spec": pod_spec(spec, submission)}
+    of_pods = {"sidecar.istio.io/inject": "false"}  # a mesh's proxy never ends, so the pod would not end
+    # If one pod is evicted, all pods start again.
+    of_pods |= {"karpenter.sh/do-not-disrupt": "true", "cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
+    template = {"metadata": {"labels": labels(spec), "annotations": of_pods}, "spec": pod_spec(spec, submission)}
     return {
         "apiVersion": KINDS[kind][0],
         "kind": kind,
@@ -143,24 +146,19 @@ def _trainjob(spec: JobSpec, template: Manifest) -> Manifest:
         "securityContext", "terminationGracePeriodSeconds",
     )  # fmt: skip
     patch = {**template, "spec": {key: pod[key] for key in allowed if key in pod} | {"containers": [own]}}
+    trainer = {
+        "image": spec.image,
+        "command": node["command"],
+        "numNodes": spec.nodes,
+        "numProcPerNode": spec.ranks,
+        "resourcesPerNode": node["resources"],
+        "env": node["env"],
+    }
     replicated = {"name": CONTAINERS["TrainJob"], "template": {"spec": {"template": patch}}}
     return {
-        "runtimeRef": {
-            "name": spec.k8s.runtime,
-            "kind": "ClusterTrainingRuntime",
-            "apiGroup": "trainer.kubeflow.org",
-        },
+        "runtimeRef": {"name": spec.k8s.runtime, "kind": "ClusterTrainingRuntime", "apiGroup": "trainer.kubeflow.org"},
         "activeDeadlineSeconds": spec.deadline_seconds,
-        "trainer": without_none(
-            {
-                "image": spec.image,
-                "command": node["command"],
-                "numNodes": spec.nodes,
-                "numProcPerNode": spec.ranks,
-                "resourcesPerNode": node["resources"],
-                "env": node["env"],
-            }
-        ),
+        "trainer": without_none(trainer),
         "runtimePatches": [
             {"manager": MANAGER, "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [replicated]}}}}
         ],
@@ -175,41 +173,32 @@ def _metadata(spec: JobSpec, name: str, marks: dict[str, str]) -> Manifest:
     return without_none({"name": name, "namespace": spec.k8s.namespace, "labels": marks})
 
 
-def _pod_metadata(spec: JobSpec) -> Manifest:
-    annotations = {"sidecar.istio.io/inject": "false"}  # a mesh's proxy never ends, so the pod would not end
-    # If one pod is evicted, all pods start again.
-    annotations |= {"karpenter.sh/do-not-disrupt": "true", "cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
-    return {"labels": labels(spec), "annotations": annotations}
-
-
 def pod_spec(spec: JobSpec, submission: str) -> Manifest:
     settings = spec.k8s
     volumes, mounts = _storage(spec, submission)
-    return without_none(
-        {
-            "serviceAccountName": settings.service_account,
-            "automountServiceAccountToken": False,
-            "enableServiceLinks": False,
-            "terminationGracePeriodSeconds": spec.grace_seconds + GRACE_MARGIN,
-            "priorityClassName": settings.priority_class,
-            "nodeSelector": dict(sorted(settings.node_selector.items())) or None,
-            "tolerations": settings.tolerations or None,
-            "affinity": _affinity(spec),
-            "imagePullSecrets": [{"name": name} for name in settings.image_pull_secrets] or None,
-            "securityContext": without_none(
-                {
-                    "runAsNonRoot": True,
-                    "runAsUser": settings.run_as_user,
-                    "runAsGroup": settings.fs_group,
-                    "fsGroup": settings.fs_group,
-                    "fsGroupChangePolicy": "OnRootMismatch" if settings.fs_group is not None else None,
-                    "seccompProfile": {"type": "RuntimeDefault"},
-                }
-            ),
-            "containers": [container(spec, mounts)],
-            "volumes": volumes,
-        }
-    )
+    security = {
+        "runAsNonRoot": True,
+        "runAsUser": settings.run_as_user,
+        "runAsGroup": settings.fs_group,
+        "fsGroup": settings.fs_group,
+        "fsGroupChangePolicy": "OnRootMismatch" if settings.fs_group is not None else None,
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+    pod = {
+        "serviceAccountName": settings.service_account,
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": spec.grace_seconds + GRACE_MARGIN,
+        "priorityClassName": settings.priority_class,
+        "nodeSelector": dict(sorted(settings.node_selector.items())) or None,
+        "tolerations": settings.tolerations or None,
+        "affinity": _affinity(spec),
+        "imagePullSecrets": [{"name": name} for name in settings.image_pull_secrets] or None,
+        "securityContext": without_none(security),
+        "containers": [container(spec, mounts)],
+        "volumes": volumes,
+    }
+    return without_none(pod)
 
 
 def container(spec: JobSpec, mounts: list[Manifest]) -> Manifest:
@@ -294,8 +283,12 @@ def _storage(spec: JobSpec, submission: str) -> tuple[list[Manifest], list[Manif
         if not again:
             volumes.append({"name": name, "persistentVolumeClaim": {"claimName": volume.claim}})
         mounts.append({"name": name, "mountPath": volume.path, **({"readOnly": True} if volume.read_only else {})})
-    if spec.code is not None:
-        volumes.append(_code_volume(spec, submission))
+    if spec.code is not None:  # all pieces in one folder
+        sources = [
+            {"configMap": {"name": name, "items": [{"key": CODE_KEY, "path": f"{CODE_KEY}-{index:03d}"}]}}
+            for index, name in enumerate(code_map_names(spec, submission))
+        ]
+        volumes.append({"name": CODE_VOLUME, "projected": {"defaultMode": 0o444, "sources": sources}})
         mounts.append({"name": CODE_VOLUME, "mountPath": CODE_PARTS, "readOnly": True})
     return volumes, mounts
 
@@ -305,15 +298,6 @@ def code_map_names(spec: JobSpec, submission: str) -> list[str]:
     assert spec.code is not None
     parts = max(1, -(-spec.code.packed // CODE_PART_BYTES))
     return [f"{spec.name}-{code_identity(spec)[:12]}-{submission}-{index}" for index in range(parts)]
-
-
-def _code_volume(spec: JobSpec, submission: str) -> Manifest:
-    """Returns the volume with all pieces of the code in one folder."""
-    sources = [
-        {"configMap": {"name": name, "items": [{"key": CODE_KEY, "path": f"{CODE_KEY}-{index:03d}"}]}}
-        for index, name in enumerate(code_map_names(spec, submission))
-    ]
-    return {"name": CODE_VOLUME, "projected": {"defaultMode": 0o444, "sources": sources}}
 
 
 def network_policy(spec: JobSpec, submission: str = RENDERED) -> Manifest:
@@ -336,16 +320,14 @@ def network_policy(spec: JobSpec, submission: str = RENDERED) -> Manifest:
     }
 
 
-def code_maps(spec: JobSpec, submission: str, packed: bytes) -> list[Manifest]:
-    """Returns the ConfigMaps that hold the archive `packed`. They cannot be changed, only deleted."""
+def code_maps(spec: JobSpec, submission: str, packed: bytes) -> Iterator[Manifest]:
+    """Yields the ConfigMaps that hold the archive `packed`. They cannot be changed, only deleted."""
     marks = {JOB: spec.name, "lockstep/role": "code", SUBMISSION: submission, **MANAGED}
-    maps = []
     for index, name in enumerate(code_map_names(spec, submission)):
         piece = packed[index * CODE_PART_BYTES : (index + 1) * CODE_PART_BYTES]
         data = {CODE_KEY: base64.b64encode(piece).decode()}
         about = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": _metadata(spec, name, marks)}
-        maps.append({**about, "immutable": True, "binaryData": data})
-    return maps
+        yield {**about, "immutable": True, "binaryData": data}
 
 
 class Subject(lint.Subject):
@@ -361,15 +343,6 @@ class Subject(lint.Subject):
         r"|.*(\.trainingRuntimeSpec|\.replicatedJobs(\[node\])?|\.template(\.spec(\.containers(\[(pytorch|node)\])?)?)?)"
     )
 
-    @property
-    def kind(self) -> str:
-        return kind_of(self.spec)
-
-    @cached_property
-    def job(self) -> Manifest:
-        """The job, with the patch."""
-        return next((item for item in self.objects if item.get("kind") != "NetworkPolicy"), {})
-
     @cached_property
     def patched(self) -> list[Change]:
         if not self.spec.k8s.patch:
@@ -380,9 +353,11 @@ class Subject(lint.Subject):
     @cached_property
     def environment(self) -> dict[str, Any]:
         """The environment of the ranks' container, unless the patch has moved the container."""
-        worker = get(self.job, "spec", "pytorchReplicaSpecs", "Worker", "template", "spec", "containers")
+        patched = next((item for item in self.objects if item.get("kind") != "NetworkPolicy"), {})
+        worker = get(patched, "spec", "pytorchReplicaSpecs", "Worker", "template", "spec", "containers")
         ours = [item for item in mappings(worker) if item.get("name") == CONTAINERS["PyTorchJob"]]
-        items = get(self.job, "spec", "trainer", "env") if self.kind == "TrainJob" else get(ours, 0, "env")
+        in_trainer = kind_of(self.spec) == "TrainJob"
+        items = get(patched, "spec", "trainer", "env") if in_trainer else get(ours, 0, "env")
         return {str(item.get("name")): item.get("value") for item in mappings(items)}
 
 
@@ -394,7 +369,7 @@ rule = RULES.rule
 def name_length(subject: Subject) -> Iterator[str]:
     """Pod and Service names hold the job's name and have at most 63 characters."""
     name, last = subject.spec.name, subject.spec.nodes - 1
-    longest = 63 - len(f"-node-0-{last}-xxxxx" if subject.kind == "TrainJob" else f"-worker-{last}")
+    longest = 63 - len(f"-node-0-{last}-xxxxx" if kind_of(subject.spec) == "TrainJob" else f"-worker-{last}")
     if len(name) > longest:
         yield f"the name {name[:40]}… has {len(name)} characters, at most {longest} are possible with these pods: shorten it"
 
@@ -415,7 +390,7 @@ def durable_run(subject: Subject) -> Iterator[str]:
 @rule("LS036")
 def trainjob_limits(subject: Subject) -> Iterator[str]:
     """What a TrainJob's pods get beyond a patch is set in the runtime."""
-    given = subject.spec.plain().get("k8s", {}) if subject.kind == "TrainJob" else {}
+    given = subject.spec.plain().get("k8s", {}) if kind_of(subject.spec) == "TrainJob" else {}
     for name in ("priority_class", "image_pull_policy", "ttl"):
         if name in given:
             yield f"a TrainJob cannot set k8s.{name}: put it into the runtime that k8s.runtime names, or use k8s.kind PyTorchJob"

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from itertools import starmap
 from pathlib import Path
 
 from lockstep.training import contract, extras, files
@@ -31,14 +32,13 @@ from .supervise import ENDED, RUNNING, alive, end_of, here, start_ticks
 
 SUPERVISOR = "supervisor.json"
 LOG = "log.txt"
-POLL_SECONDS = 0.1
 
 
 class LocalBackend(Backend):
     """A backend whose jobs are detached processes of this machine. See `Backend`."""
 
     name = "local"
-    interval = POLL_SECONDS
+    interval = 0.1
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder or records.folder(self.name)
@@ -82,7 +82,7 @@ class LocalBackend(Backend):
         if old is not None:
             shutil.rmtree(folder)
         elif folder.exists():
-            self._clear(folder)
+            _clear(folder)
         folder.mkdir(mode=0o700)
         record = records.LocalJob(
             spec=spec.record(), hash=spec.hash(), run_dir=run_dir, command=self._command(spec, run_dir), env=dict(spec.env),
@@ -107,18 +107,6 @@ class LocalBackend(Backend):
         return SubmitResult(spec.name, True, str(folder))
 
     @staticmethod
-    def _clear(folder: Path) -> None:
-        """Removes the folder of a submission that was interrupted before its record was written. Raises `UserError` for any other
-        folder."""
-        files.remove_stale(folder, (records.JOB, SUPERVISOR))
-        for name in (SUPERVISOR, LOG):
-            (folder / name).unlink(missing_ok=True)
-        try:
-            folder.rmdir()
-        except OSError:
-            raise UserError(f"{folder} exists and does not hold a job: choose another name, or remove it") from None
-
-    @staticmethod
     def _command(spec: JobSpec, run_dir: str) -> list[str]:
         if spec.shards_missing_here:
             spec = spec.model_copy(update={"shards": None})  # a path of the cluster; here the job creates the data
@@ -130,7 +118,7 @@ class LocalBackend(Backend):
         record, folder = known.handle, self.folder / known.name
         total = known.world_size
         # In the order of a job's life: a change between two of these queries is visible in the second one.
-        supervised = self._alive(folder, SUPERVISOR) is not None
+        supervised = _alive(folder, SUPERVISOR) is not None
         ended = records.LocalEnd.read(folder / ENDED)
         cancelled = (folder / "cancelled").exists()
 
@@ -170,38 +158,26 @@ class LocalBackend(Backend):
         last = last_error(folder / LOG)
         return answer("failed", reason or f"exit code {code}{f': {last}' if last else ''}", code)
 
-    @staticmethod
-    def _alive(folder: Path, file: str) -> int | None:
-        """Returns the process of a record; None if the process does not live, or there is no such record."""
-        known = records.Process.read(folder / file)
-        return known.pid if known is not None and alive(known.pid, known.ticks) else None
-
-    @staticmethod
-    def _check_here(known: JobRecord, advice: str) -> None:
-        """Raises `UserError` for a job of another machine."""
-        if known.handle.host != here():
-            raise UserError(f"{known.name} runs on {known.handle.host.partition(' ')[0]}: {advice}")
-
     def stream(self, known: JobRecord, rank: int | None, follow: bool, last: int | None) -> Iterator[str]:
         path = self.folder / known.name / LOG
         with files.reading(path):
             files.regular(path).close()
-        return follow_logs({0: path}, rank, True, lambda: not follow or self.status(known.name).final, POLL_SECONDS, last)  # fmt: skip
+        return follow_logs({0: path}, rank, True, lambda: not follow or self.status(known.name).final, self.interval, last)  # fmt: skip
 
     def exec(self, known: JobRecord, rank: int, command: list[str], streams: Streams) -> int:
         record = known.handle
-        self._check_here(known, "run the command there")
-        launcher = self._alive(self.folder / known.name, RUNNING)
+        _check_here(known, "run the command there")
+        launcher = _alive(self.folder / known.name, RUNNING)
         marks = {contract.ENV_JOB: record.job, contract.ENV_LAUNCHER: str(launcher)}
         words = exec_command(sys.executable, rank, command, record.run_dir)
         return run(words, streams, {**os.environ, **marks})
 
     def stop(self, known: JobRecord) -> Status:
         record, folder = known.handle, self.folder / known.name
-        self._check_here(known, "cancel it there")
+        _check_here(known, "cancel it there")
         with contextlib.suppress(OSError):  # the file only gives the reason: a full disk must not keep a job alive
             (folder / "cancelled").touch()
-        if (supervisor := self._alive(folder, SUPERVISOR)) is not None:
+        if (supervisor := _alive(folder, SUPERVISOR)) is not None:
             supervise.send([supervisor], signal.SIGTERM)
         # The supervisor kills, after the grace.
         status = self.wait(known.name, record.grace + 2 * supervise.KILL_SECONDS)
@@ -213,7 +189,30 @@ class LocalBackend(Backend):
         return status
 
     def list(self) -> list[JobSummary]:
-        return self._summaries(self._known(*job) for job in records.job_records(self.folder, records.LocalJob))
+        return [*self._summaries(starmap(self._known, records.job_records(self.folder, records.LocalJob)))]
+
+
+def _clear(folder: Path) -> None:
+    """Removes the folder of a submission that was interrupted before its record was written. Raises `UserError` for any other folder."""
+    files.remove_stale(folder, (records.JOB, SUPERVISOR))
+    for name in (SUPERVISOR, LOG):
+        (folder / name).unlink(missing_ok=True)
+    try:
+        folder.rmdir()
+    except OSError:
+        raise UserError(f"{folder} exists and does not hold a job: choose another name, or remove it") from None
+
+
+def _alive(folder: Path, file: str) -> int | None:
+    """Returns the process of a record; None if the process does not live, or there is no such record."""
+    known = records.Process.read(folder / file)
+    return known.pid if known is not None and alive(known.pid, known.ticks) else None
+
+
+def _check_here(known: JobRecord, advice: str) -> None:
+    """Raises `UserError` for a job of another machine."""
+    if known.handle.host != here():
+        raise UserError(f"{known.name} runs on {known.handle.host.partition(' ')[0]}: {advice}")
 
 
 BACKEND = LocalBackend

@@ -193,7 +193,12 @@ class SlurmBackend(Cluster):
             raise Unreachable(str(unanswered), status)
         if unanswered is not None and status.state == "lost":
             raise unanswered
-        _keep_end(folder, before, status)
+        # SLURM forgets how a job has ended: without accounting in minutes. A user may have SLURM run the job again.
+        with contextlib.suppress(OSError):
+            if before is not None and not status.final:
+                (folder / observe.ENDED).unlink()
+            elif status.final and before != status:
+                files.replace_json(folder / observe.ENDED, asdict(status))
         return status
 
     def _unnumbered(self, record: SlurmJob) -> Status:
@@ -223,15 +228,11 @@ class SlurmBackend(Cluster):
         deadline = time.monotonic() + grace
         signalled = False
         while not (status := self.status(name)).final and time.monotonic() < deadline:
-            # Without a step no process would get the signal.
-            if (
-                status.state == "running"
-                and not signalled
-                and f"{job_id}.0" in observe.output("squeue", "-hs", "-j", job_id)
-            ):
-                signalled = observe.run_ok("scancel", "--signal=TERM", job_id)
-            elif status.state != "running":
+            if status.state != "running":
                 observe.run_ok("scancel", "--state=PENDING", job_id)
+            # Without a step no process would get the signal.
+            elif not signalled and f"{job_id}.0" in observe.output("squeue", "-hs", "-j", job_id):
+                signalled = observe.run_ok("scancel", "--signal=TERM", job_id)
             time.sleep(min(self.interval, 0.5))
         if not status.final:
             observe.run_ok("scancel", job_id)
@@ -282,21 +283,12 @@ class SlurmBackend(Cluster):
         def observe_one(job: JobRecord) -> Status:  # SLURM may know a job without a number by its comment
             return self._observed(job if job.handle.job_id is not None else self.require(job.name), query)
 
-        return self._summaries(jobs, observe_one)
+        return [*self._summaries(jobs, observe_one)]
 
 
 def _known(name: str, record: SlurmJob) -> JobRecord:
     spec = record.spec.model_dump(exclude_unset=True)
     return JobRecord(name, record.hash, spec, record, _where(record), record.spec.nodes, record.run_dir, record.created)
-
-
-def _keep_end(folder: Path, before: Status | None, status: Status) -> None:
-    """Writes how a job has ended, because SLURM forgets it: without accounting in minutes. A user may have SLURM run the job again."""
-    with contextlib.suppress(OSError):
-        if before is not None and not status.final:
-            (folder / observe.ENDED).unlink()
-        elif status.final and before != status:
-            files.replace_json(folder / observe.ENDED, asdict(status))
 
 
 def _where(record: SlurmJob) -> str:

@@ -94,13 +94,15 @@ def run_ok(*command: str) -> bool:
 
 
 def unreachable(done: Output) -> Unreachable:
-    return Unreachable(
-        f"the SLURM controller does not answer: {one_line(done.stderr) or f'exit code {done.returncode}'}"
-    )
+    return Unreachable(f"the SLURM controller does not answer: {_reason(done)}")
+
+
+def _reason(done: Output) -> str:
+    return one_line(done.stderr) or f"exit code {done.returncode}"
 
 
 def accounting(*job_ids: str) -> dict[str, JobInfo]:
-    """Returns the jobs that the accounting knows, by id; {} without accounting. Raises `Forgotten`."""
+    """Returns the jobs that have ended by the accounting, by id; {} without accounting. Raises `Forgotten`."""
     try:
         done = run_slurm("sacct", "-X", "-n", "-P", "-j", ",".join(job_ids), "-o", _COLUMNS_OF_SACCT)
     except UserError as error:
@@ -108,15 +110,15 @@ def accounting(*job_ids: str) -> dict[str, JobInfo]:
             raise Forgotten(str(error)) from None
         return {}
     if done.returncode != 0 and not NO_ACCOUNTING.search(done.stderr):
-        raise Forgotten(
-            f"the SLURM accounting does not answer: {one_line(done.stderr) or f'exit code {done.returncode}'}"
-        )
+        raise Forgotten(f"the SLURM accounting does not answer: {_reason(done)}")
     known = {}
     for line in done.stdout.splitlines() if done.returncode == 0 else []:
         job_id, state, code, nodes, partition, end = (line.split("|") + [""] * 6)[:6]
         state = state.split(" ")[0]  # CANCELLED by 1000
-        ended = (_number(end) or time.time()) if state in FINAL else None
-        known[job_id] = JobInfo(job_id, state, "", 0, _number(code.split(":")[0]), nodes, partition, True, ended)
+        # If the controller has forgotten a job that the accounting calls running, that job never ends.
+        if state in FINAL:
+            ended = _number(end) or time.time()
+            known[job_id] = JobInfo(job_id, state, "", 0, _number(code.split(":")[0]), nodes, partition, True, ended)
     return known
 
 
@@ -151,19 +153,16 @@ def query(*job_ids: str, all_of_user: bool = False) -> Query:
             job_id, state, "" if reason == "None" else reason, _number(restarts), os.WEXITSTATUS(_number(code)), nodes, partition,
             requeue not in ("0", "no"), _number(end) or None if state in FINAL else None,
         )  # fmt: skip
-    away, past = [job_id for job_id in job_ids if job_id not in known], dict[str, JobInfo]()
+    away = [job_id for job_id in job_ids if job_id not in known]
     try:
-        past = accounting(*away) if away else {}
+        known = {**(accounting(*away) if away else {}), **known}
     except Forgotten as error:
         unanswered = unanswered or error
 
     def result(job_id: str) -> JobInfo | None:
-        # If the controller has forgotten a job that the accounting calls running, that job never ends.
-        gone = past.get(job_id)
-        info = known.get(job_id) or (gone if gone is not None and gone.ended is not None else None)
-        if info is None and unanswered is not None:
+        if job_id not in known and unanswered is not None:
             raise unanswered
-        return info
+        return known.get(job_id)
 
     return result
 
@@ -266,7 +265,7 @@ class Evidence:
     """
 
     def __init__(self, record: SlurmJob, info: JobInfo, outage: bool) -> None:
-        self.spec, self.info, self.outage, self.since = record.spec, info, outage, record.since
+        self.spec, self.info, self.outage = record.spec, info, outage
         notes = {task: TaskResult.read(path) for task, path in record.notes("", "_end.json").items()}
         results = {task: result for task, result in notes.items() if result is not None}
         self.restarts = max([info.restarts, *(result.restart for result in results.values())])
@@ -282,14 +281,13 @@ class Evidence:
         self.reported = None if earlier and not self.spec.live else reported
         self.cancelled = record.file("cancelled").exists()
         self.settled = settled(record, info)
+        # Number of tasks that decide how the job has ended.
+        self.tasks = 1 if self.spec.live else self.spec.nodes * self.spec.ranks
+        self.code = self._code()
+        # The job's own exit code, or SLURM's.
+        self.last_code: int = self.code if self.code is not None else info.exit_code or 1
 
-    @property
-    def tasks(self) -> int:
-        """Number of tasks that decide how the job has ended."""
-        return 1 if self.spec.live else self.spec.nodes * self.spec.ranks
-
-    @property
-    def code(self) -> int | None:
+    def _code(self) -> int | None:
         """The job's own exit code: status.json takes precedence over the tasks' notes, and success needs all notes. None: not known."""
         spec, reported = self.spec, self.reported
         if reported is not None and reported.code is not None and spec.recipe is not None and not spec.live:
@@ -300,11 +298,6 @@ class Evidence:
         if bad:
             return next((code for code in (EXIT_USAGE, EXIT_PREEMPTED) if code in bad), bad[0])
         return EXIT_DONE if len(codes) >= self.tasks else None
-
-    @property
-    def last_code(self) -> int:
-        """The job's own exit code, or SLURM's."""
-        return self.code if self.code is not None else self.info.exit_code or 1
 
     def cause(self) -> str:
         """Returns the failure that came first, not its consequences: a rank's own error before a lost collective."""

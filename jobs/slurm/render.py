@@ -68,11 +68,6 @@ def base_folder() -> Path:
     return Path(os.environ.get(FOLDER_VARIABLE) or Path.cwd())
 
 
-def resolve(path: str) -> str:
-    """Returns an absolute path of the cluster."""
-    return str(base_folder() / os.path.expanduser(path))
-
-
 def parameters(spec: JobSpec, folder: PurePath, after: str | None = None) -> dict[str, Any]:
     """Returns the arguments of submitit's `AutoExecutor.update_parameters`.
 
@@ -153,12 +148,6 @@ def interpreter(spec: JobSpec) -> str:
     return spec.slurm.python or (sys.executable if spec.slurm.container is None else "python")
 
 
-def python(spec: JobSpec, folder: PurePath) -> str:
-    """Returns the shell words before `-u -m submitit.core._submit` on a node."""
-    shielded = ["sh", "-c", SIGNAL_SHIELD, "held", interpreter(spec)]
-    return shlex.join([*container(spec, folder)[1], *shielded])
-
-
 def container(spec: JobSpec, folder: PurePath) -> tuple[list[str], list[str]]:
     """Returns the words that run a program in the job's image: options of srun (pyxis), and words before the program (Apptainer)."""
     settings = spec.slurm
@@ -184,15 +173,16 @@ def manifests(spec: JobSpec, folder: PurePath, after: str | None = None, element
         UserError: as `parameters` does.
     """
     values = parameters(spec, folder, after)
-    return [
-        {
-            "kind": "Slurm",
-            "parameters": values,
-            "script": submitit_api.batch_script(folder, python(spec, folder), values, elements),
-            "run_dir": run_directory(spec),
-            "after": after,
-        }
-    ]
+    # The words before `-u -m submitit.core._submit` on a node.
+    python = [*container(spec, folder)[1], "sh", "-c", SIGNAL_SHIELD, "held", interpreter(spec)]
+    sent = {
+        "kind": "Slurm",
+        "parameters": values,
+        "script": submitit_api.batch_script(folder, shlex.join(python), values, elements),
+        "run_dir": run_directory(spec),
+        "after": after,
+    }
+    return [sent]
 
 
 def minutes(spec: JobSpec) -> int:
@@ -201,8 +191,8 @@ def minutes(spec: JobSpec) -> int:
 
 
 def run_directory(spec: JobSpec) -> str:
-    """Returns the run directory, as a path of the cluster."""
-    return resolve(spec.run_dir or f"runs/jobs/{spec.name}")
+    """Returns the run directory, as an absolute path of the cluster."""
+    return str(base_folder() / os.path.expanduser(spec.run_dir or f"runs/jobs/{spec.name}"))
 
 
 def checked_path(path: PurePath) -> str:
@@ -226,7 +216,10 @@ def _setup(spec: JobSpec, folder: PurePath) -> list[str]:
         # A subshell until the end of srun: the setup lines may contain `set -e`, options and variables. These must not reach
         # the lines that ask for the requeue.
         "(",
-        *_environment(spec),
+        # Variables of an outer launcher do not belong to this job.
+        "unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID",
+        *(f"module load {shlex.quote(name)}" for name in spec.slurm.modules),
+        *spec.slurm.setup,
     ]
 
 
@@ -238,13 +231,6 @@ def _words(spec: JobSpec) -> list[str]:
     known = spec.model_copy(update={"join_timeout": spec.join_timeout or JOIN_TIMEOUT})
     _, _, _, *words = launch_command(known, run_dir, code=snapshots.folder_of(spec), here=str(base_folder()))
     return words
-
-
-def _environment(spec: JobSpec) -> list[str]:
-    # Variables of an outer launcher do not belong to this job.
-    lines = ["unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID"]
-    lines += [f"module load {shlex.quote(name)}" for name in spec.slurm.modules]
-    return [*lines, *spec.slurm.setup]
 
 
 def _teardown(spec: JobSpec, folder: PurePath) -> list[str]:
@@ -299,12 +285,8 @@ class Subject(lint.Subject):
     taken = re.compile("RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|SLURM_.*|SBATCH_.*")
 
     @property
-    def needs_image(self) -> bool:
-        return self.spec.slurm.container is not None
-
-    @property
-    def image(self) -> str | None:
-        return self.spec.slurm.image or self.spec.image
+    def lacks_image(self) -> bool:
+        return self.spec.slurm.container is not None and (self.spec.slurm.image or self.spec.image) is None
 
 
 RULES = lint.Rules(Subject)

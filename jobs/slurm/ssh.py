@@ -97,7 +97,7 @@ def run(host: str, words: Sequence[str], spec: JobSpec | None = None, file: str 
         UserError: the host is invalid, or the job needs a file that the login node cannot read.
         Unreachable: the connection was lost.
     """
-    if not re.fullmatch(SSH_HOST, host) or host.endswith("\n"):
+    if not re.fullmatch(SSH_HOST, host):
         raise UserError(
             "slurm.host must be a host of ssh such as login.example, me@login.example or login.example:/venv/bin/python, "
             f"got {host[:60]!r}"
@@ -162,9 +162,8 @@ def _packed(spec: JobSpec, submits: bool) -> bytes:
     plain, sent = spec.plain(), dict[str, bytes]()
     plain["slurm"] = {name: value for name, value in plain.get("slurm", {}).items() if name != "host"}
     if submits and spec.code is not None and spec.code.hash is not None:
-        sent[f"{snapshots.FOLDER}/{spec.code.hash}.tar.gz"] = (
-            bundle.packed if bundle else snapshots.packed(spec.code.hash)
-        )
+        code = bundle.packed if bundle else snapshots.packed(spec.code.hash)
+        sent[f"{snapshots.FOLDER}/{spec.code.hash}.tar.gz"] = code
     recipe = spec.recipe or ""
     if recipe.endswith((".yaml", ".yml")) and not Path(recipe).is_absolute():
         if spec.code is None:

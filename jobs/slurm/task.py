@@ -164,23 +164,19 @@ class TrainingTask:
         received = set[int]()
         for number in (*END_SIGNALS, signal.SIGCONT):
             signal.signal(number, lambda number, frame: received.add(number))  # noqa: ARG005 - the handler's signature
-        held = {signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT}
         # Our rank gets signals as soon as it has handlers; until then they wait. Another program may have no handlers.
-        signal.pthread_sigmask(signal.SIG_BLOCK if ours else signal.SIG_UNBLOCK, held)
+        signal.pthread_sigmask(signal.SIG_BLOCK if ours else signal.SIG_UNBLOCK, END_SIGNALS)
         if self.code and not os.path.isdir(self.code):
-            self._leave(
-                context,
-                EXIT_USAGE,
-                f"the code is not in {self.code}: LOCKSTEP_HOME must be a folder that the nodes see",
-            )
+            why = f"the code is not in {self.code}: LOCKSTEP_HOME must be a folder that the nodes see"
+            self._leave(context, EXIT_USAGE, why)
         try:
             child = subprocess.Popen(command, env=self._environment(context, ours), cwd=self.code or None)
         except OSError as error:
             self._leave(context, EXIT_USAGE, f"cannot start {command[0]!r}: {error.strerror}")
         early = received | signal.sigpending()  # SLURM sends later signals to every process
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, held)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, END_SIGNALS)
         waiting = PendingSignals()
-        for number in early & held:
+        for number in early.intersection(END_SIGNALS):
             waiting.send((), number)
         while waiting.release([child.pid]) and child.poll() is None:
             time.sleep(0.1)

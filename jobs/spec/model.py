@@ -464,9 +464,8 @@ def rank_command(spec: JobSpec, run_dir: str, here: str = IN_A_CONTAINER) -> lis
 def session_options(spec: JobSpec, run_dir: str) -> str:
     """Returns the options that the `Session` of the user's own program takes from the job: the same as a recipe's words."""
     asked = bool(spec.overrides) or spec.fresh is not None
-    return SessionOptions(
-        run_dir, ("log.format=json", *_settings(spec), *_device(spec)), spec.fresh or "", asked
-    ).text()
+    given = ("log.format=json", *_settings(spec), *_device(spec))
+    return SessionOptions(run_dir, given, spec.fresh or "", asked).text()
 
 
 def _settings(spec: JobSpec) -> list[str]:
@@ -479,21 +478,16 @@ def _device(spec: JobSpec) -> list[str]:
     return ["device=cuda"] if spec.gpus and "device" not in spec.overrides else []
 
 
-def shard(spec: JobSpec, python: str) -> list[str]:
-    """Returns the command of `lockstep prepare`, which writes the recipe's shards once. `spec.shards` is set."""
-    assert spec.recipe is not None and spec.shards is not None
-    command = [python, "-m", "lockstep.training", "shard", spec.recipe, "--out", str(spec.shard_folder)]
-    own = [text for text in spec.assignments() if text.split("=")[0] not in ("data.shards", "shards")]
-    return [*command, "--set", "data.root=/tmp/data", *own]
-
-
 def preparation(spec: JobSpec, python: str = "python") -> JobSpec:
     """Returns the job of one rank that writes the recipe's shards, once. Raises `UserError` for a spec without shards."""
     if spec.recipe is None or spec.shards is None:
         raise UserError(f"{spec.name} has no shards: set recipe and shards, e.g. shards: /data/digits")
+    own = [text for text in spec.assignments() if text.split("=")[0] not in ("data.shards", "shards")]
+    command = [python, "-m", "lockstep.training", "shard", spec.recipe, "--out", str(spec.shard_folder)]
+    command += ["--set", "data.root=/tmp/data", *own]
     return spec.on_cpu().model_copy(
         update={
-            "name": preparation_name(spec.name), "command": shard(spec, python), "nodes": 1, "ranks_per_node": 1,
+            "name": preparation_name(spec.name), "command": command, "nodes": 1, "ranks_per_node": 1,
             "recipe": None, "shards": None, "code": None, "fresh": None, "overrides": {}, "live": False, "max_restarts": 1,
             "time_limit": f"{max(1, min(spec.deadline_seconds, 6 * 3600) // 60)}m", "join_timeout": None,
             "volumes": [volume.model_copy(update={"read_only": False}) for volume in spec.volumes],
@@ -513,11 +507,3 @@ def preparation_name(name: str) -> str:
 def prepares(command: object) -> bool:
     """Returns whether the command of a spec is that of a `preparation`, with any interpreter."""
     return isinstance(command, list) and command[1:4] == ["-m", "lockstep.training", "shard"]
-
-
-def check_preparation(name: str, plain: Mapping[str, Any]) -> None:
-    """Raises `UserError` if a job that is no preparation has a preparation's name."""
-    if not prepares(plain.get("command")):
-        raise UserError(
-            f"`lockstep prepare` uses the name {name}, and another job has it: remove that job, or rename this one"
-        )
