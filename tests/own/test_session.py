@@ -235,6 +235,12 @@ WRONG = {
         "TypeError", "returned hits as Tensor"),
     "an optimizer that computes the loss again": (
         "m = run.replicate(torch.nn.Linear(1, 1)); run.optimizer(torch.optim.LBFGS)", "error", "LBFGS computes the loss several times"),
+    "a second loop over epochs that are over": (
+        LOOP + "for b in run.batches(DATA, 16): step(run, m, b)\n    for _ in run.epochs(2):\n"
+        "        for b in run.batches(DATA, 16): step(run, m, b)\n    for _ in run.epochs(1): pass",
+        "RuntimeError", "all its epochs are over"),
+    "two loops in one epoch": (
+        LOOP + "for _ in 'ab':\n            for b in run.batches(DATA, 16): step(run, m, b)", "RuntimeError", "one loop over"),
     "the sum of a tensor": ("make(run); run.sum(torch.ones(2))", "TypeError", "sum(run.gather(tensor))"),
 }  # fmt: skip
 """Lines, the kind of error, and the call, argument or setting that it names."""

@@ -11,11 +11,16 @@ from tests.own.job import script
 pytestmark = pytest.mark.promise("session-resume")
 
 CODE = """
-import os, sys, torch, torch.nn.functional as F
-from torch.utils.data import TensorDataset
+import os, sys, tempfile, torch, torch.nn.functional as F
+from torch.utils.data import DataLoader, TensorDataset
 from lockstep import Session
 X = torch.randn(96, 6, generator=torch.Generator().manual_seed(1))
 Y = X[:, :3].argmax(1)
+class Around(torch.optim.Optimizer):  # as Lookahead: its state and groups are the inner one's
+    state, param_groups = property(lambda self: self.inner.state), property(lambda self: self.inner.param_groups)
+    def __init__(self, inner):
+        self.inner, self.defaults = inner, inner.defaults
+        self.step, self.state_dict, self.load_state_dict = inner.step, inner.state_dict, inner.load_state_dict
 def tame(running):
     def hook(module, grad_input, grad_output):
         running["norm"] = 0.9 * running["norm"] + 0.1 * float(grad_output[0].norm())
@@ -27,7 +32,9 @@ def train(kind, run, steps):
     if kind == "hook":
         net[1].register_full_backward_hook(tame({"norm": 1.0}))
     model = run.replicate(net)
-    run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.3))
+    inner = lambda parameters: torch.optim.SGD(parameters, lr=0.3, momentum=0.1)
+    run.optimizer((lambda parameters: Around(inner(parameters))) if kind == "around" else inner)
+    best = f"{tempfile.mkdtemp(dir=None if kind == 'temporary' else sys.argv[1])}/best.pt"
     network, unsure = run.for_evaluation() if kind == "copy" else None, Y.masked_fill(torch.arange(96) % 3 == 0, -100)
     def relabelled():
         with torch.no_grad():
@@ -46,13 +53,20 @@ def train(kind, run, steps):
         plain = TensorDataset(X, unsure if kind == "ignored" else Y)
         if kind == "counted":
             batches = run.iterate([(X[ids], unsure[ids]) for ids in torch.arange(96).view(-1, 12)[run.rank :: run.size]])
+        elif kind == "lasting":
+            own = TensorDataset(X[run.rank :: run.size], Y[run.rank :: run.size])
+            batches = run.iterate(DataLoader(own, 6, num_workers=1, persistent_workers=True))
         else:
             batches = run.batches(relabelled() if kind == "labels" else plain, 4 if kind == "late" else 12)
         for x, y in list(batches) if kind == "early" else batches:
             if kind in ("ignored", "counted"):
                 run.step(F.cross_entropy(model(x), y), samples=int((y >= 0).sum()) if kind == "counted" else None)
+            elif kind in ("hardest", "masked"):
+                losses, mask = F.cross_entropy(model(x), y, reduction="none"), torch.arange(len(y)) % 3 > 0
+                run.step(losses.topk(3).values.mean() if kind == "hardest" else (losses * mask).sum() / mask.sum())
             else:
                 run.step(loss, x, y, samples=len(y))
+        torch.save(net.state_dict(), best)
         measured = network or run.for_evaluation()
         run.log(accuracy=run.evaluate(lambda x, y: (measured(x).argmax(1) == y).sum(), TensorDataset(X, Y)))
         if kind == "stop" and run.leader or kind == "agreed":
@@ -66,19 +80,24 @@ WARNED = {
     "early": ["steps were taken after the last batch of their epoch", "steps were taken after the last batch of their epoch"],
     "copy": ["measures the model as it was after step 0", "measures the model as it was after step 0"],
     "stop": ["run.stop() was called on some ranks only, not on rank 1", "run.stop() was called on some ranks only, not on rank 1"],
-    "ignored": ["leaves samples or tokens out (ignore_index)", "leaves samples or tokens out (ignore_index)"],
+    "ignored": ["leaves samples or tokens out (ignore_index", "leaves samples or tokens out (ignore_index"],
+    "hardest": ["A choice among the samples", "A choice among the samples"],
+    "masked": ["leaves samples or tokens out", "leaves samples or tokens out"],
+    "temporary": ["the temporary file best", "the temporary file best"],
+    "lasting": ["", "the loader's worker processes last for all epochs"],
     "late": ["the loss of a batch is not the mean over its samples", "the loss of a batch is not the mean over its samples"],
     "hook": ["the changing attribute 1.running", "the changing attribute 1.running"],
     "labels": ["", "the dataset of run.batches() has other samples than when this epoch began"],
-    "order": ["", "the loader does not repeat them"],
-    "calm": ["", ""], "agreed": ["", ""], "counted": ["", ""],
+    "order": ["", "the loader gives other batches now"],
+    "calm": ["", ""], "around": ["", ""], "agreed": ["", ""], "counted": ["", ""],
 }  # fmt: skip
 """Kind of loop → words of the warning at its first start, and at the start that resumes; "": there is none."""
 
 
 def test_a_loop_that_trains_otherwise_on_ranks_or_after_a_resume_is_named(tmp_path: Path) -> None:
     """Batches are listed before their steps, a copy of the model is measured after the steps that follow it, one rank alone stops, labels
-    are ignored, a term of the loss comes late, a hook carries a norm, labels and an order come from the weights. What is right is not."""
+    are ignored, a loss takes the largest ones or a mask, a term of it comes late, a hook carries a norm, labels and an order come from the
+    weights, the best weights are in a temporary file, worker processes last for all epochs. What is right is not named."""
     for start, steps in enumerate(("20", "30")):
         done = script(2, CODE, tmp_path, steps, *WARNED)
         assert done.code == 0, done.output

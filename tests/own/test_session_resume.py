@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests import product
-from tests.events import status_of, summary_of
+from tests.events import events, status_of, summary_of
 from tests.own.job import OwnJob, assert_same, script
 from tests.processes import poll
 from tests.warm.gang import python
@@ -240,6 +240,33 @@ with Session(sys.argv[1], "checkpoint.every_steps=100") as run:
 def test_the_ranks_save_together_where_one_alone_logs_after_the_evaluation_that_a_start_left(tmp_path: Path) -> None:
     assert [script(2, LOGS, tmp_path / "run").code for _ in range(2)] == [75, 0]
     assert product.checkpoint_steps(tmp_path / "run")[0] == 8
+
+
+LAST = """
+import os, signal, sys, torch
+from lockstep import Session
+with Session(sys.argv[1], "checkpoint.every_steps=100") as run:
+    model = run.replicate(torch.nn.Linear(4, 2))
+    run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    data = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
+    for epoch in run.epochs(2):
+        for number in run.iterate(range(4)):
+            run.step(lambda x: model(x).square().mean(), run.part(data[4 * number : 4 * number + 4]))
+            if number == 3 and not epoch and not run.resumed and len(sys.argv) == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+        run.boundary()
+        run.log(loss=run.loss())
+"""
+
+
+def test_the_loss_of_the_last_step_outlasts_a_resume_before_the_next(tmp_path: Path) -> None:
+    """A start that resumes after the last batch of an epoch logs the same loss, also on another number of ranks."""
+    assert script(2, LAST, tmp_path / "calm", "calm").code == 0
+    for ranks in (2, 1):
+        run_dir = tmp_path / str(ranks)
+        assert [script(count, LAST, run_dir).code for count in (2, ranks)] == [75, 0]
+        logged, expected = ([e["values"]["loss"] for e in events(path, "log")] for path in (run_dir, tmp_path / "calm"))
+        assert len(logged) == 2 and logged == pytest.approx(expected, rel=1e-6), (logged, expected)
 
 
 CHANGED = """

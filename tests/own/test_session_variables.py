@@ -12,7 +12,7 @@ from tests.own.job import script
 pytestmark = pytest.mark.promise("session-resume")
 
 CODE = """
-import argparse, functools, itertools, multiprocessing, os, random, sys, time, types, numpy as np, torch
+import argparse, functools, io, itertools, multiprocessing, os, random, sys, time, types, numpy as np, torch
 from lockstep import Session
 sys.path.insert(0, sys.argv[1])
 import helper_of_a_script as helper
@@ -69,6 +69,7 @@ def train(kind, run, steps):
     other = itertools.cycle([1, 2]) if kind == "drawn" else None
     weights, noise, best, clock = {name: p.detach().clone() for name, p in net.named_parameters()}, random.Random(3), None, time.time()
     read, network, tries = torch.utils.data.DataLoader([1.0, 2.0]), net, run.values.get("tries", 0)
+    box, text, log = io.BytesIO(), open(helper.__file__, "rb"), open(f"{sys.argv[1]}/log-{run.rank}", "a")
     ended = filter(None, (number for number in (1, 2)))
     assert len(list(ended)) == 2
     anchor = net.weight.detach().clone() if kind == "anchor" else None
@@ -100,6 +101,9 @@ def train(kind, run, steps):
                 held(1.5), part(), late.add(), shrink(), temperature(), next(streams["web"])
                 optimizer._copy = optimizer._copy + 1
                 run.config["rate"] *= 0.9
+            elif kind == "files":
+                text.read(8), log.write("a line"), log.flush()
+                torch.save(net.state_dict(), box)
             elif kind == "lists":
                 history.append(seen)
                 random.shuffle(order)
@@ -129,7 +133,7 @@ NAMED = {
     "held": {"args.tau", "torchs.delta", "deep.a.b[0].c.d", "shared._obj", "curve.coeffs", "subset.indices"},
     "called": {"held.__self__.total", "part.args", "late.mean", "shrink.calls", "helper._temperature",
                "helper_of_a_script._temperature", "streams['web']", "optimizer._copy", "run.config"}, "anchor": {"anchor"},
-    "drawn": {"noise", "other", "reader", "rows"}, "epochs": {"enumerate"},
+    "drawn": {"noise", "other", "reader", "rows"}, "files": {"box", "text"}, "epochs": {"enumerate"},
     "swapped": {"model (class, functions or hooks)", "module act (class, functions or hooks)", "meter.transform", "criterion", "tuned"},
     "enumerate": {"enumerate"}, "zip": {"zip"}, "calm": set(),
 }  # fmt: skip
@@ -147,9 +151,9 @@ PLANS = {"middle": (5, 10), "end": (8, 12)}
 
 def test_a_start_that_resumes_names_the_variables_that_do_not(tmp_path: Path) -> None:
     """Each of these has another value than at the save, in the middle of an epoch or at its end: counters, lists, averages, objects, copies
-    of the weights, generators, iterators, functions, classes and hooks, what an epoch computes from the weights, and what objects of
-    Python, torch and numpy hold. Batches, the time, the last activation, a model for evaluation, an iterator that has ended, what each
-    epoch sets, and what the script restores itself are not named."""
+    of the weights, also in a file in memory, generators, iterators, the position in a file, functions, classes and hooks, what an epoch
+    computes from the weights, and what objects of Python, torch and numpy hold. Batches, the time, the last activation, a model for
+    evaluation, an iterator that has ended, what each epoch sets, and what the script restores itself are not named."""
     (tmp_path / "helper_of_a_script.py").write_text(HELPER)
     runs = [
         (kind, plan) for plan in PLANS for kind in NAMED if plan == "middle" or kind not in ("hard", "enumerate", "zip")
@@ -215,7 +219,7 @@ for kind in sys.argv[3:]:
     torch.seed()
     net = torch.nn.Linear(4, 3)
     center, total, shift, level, bank, moments, log, meter = torch.zeros(4), 0.0, Shift(), 1, {"a": 0.0}, Moments(), [], Moments()
-    features, accuracy = {}, Accuracy()
+    features, accuracy, right, seconds = {}, Accuracy(), 0.0, 0.0
     with Session(f"{sys.argv[1]}/{kind}", sync="flat") as run:
         model = run.replicate(net)
         run.optimizer(Rough)
@@ -226,7 +230,8 @@ for kind in sys.argv[3:]:
             meter.update(x)
             features["x"], seen = x.detach(), accuracy(x)
             assert len(features["x"]) == len(x) and seen
-            return F.cross_entropy(shift(model(moments.normalize((x - center) @ table) * level + bank["a"])), y)
+            values = shift(model(moments.normalize((x - center) @ table) * level + bank["a"]))
+            return F.cross_entropy(values, y), {"right": (values.argmax(1) == y).sum(), "few": x.new_tensor(seconds := 0.0)}
         for epoch in run.epochs(steps=int(sys.argv[2])):
             data = Own()
             loader = DataLoader(data, 8, num_workers=1, sampler=DistributedSampler(data, run.size, run.rank, shuffle=False))
@@ -234,6 +239,7 @@ for kind in sys.argv[3:]:
                 if kind == "center":
                     level, bank["a"] = level + run.rank, bank["a"] + 1.0 + run.rank
                     moments.update(x)
+                    right, seconds = right + 1.0 + run.rank, 1.0 + run.rank  # the function has a key and a variable of these names
                     center, shift.by = 0.9 * center + 0.1 * x.mean(0), shift.by + 0.1 * y.float().mean()
                 run.step(loss, x, y, samples=len(y))
                 torch.rand(1)
@@ -256,7 +262,7 @@ OF_TWO: Warnings = {
 }
 SEEDED: Warnings = {
     "seeded": ([], []), "center": (MOVED, ["no checkpoint has them: center, total, ", *MOVED]),
-    "loader": (READ, [*READ, "the loader does not repeat them"]),
+    "loader": (READ, [*READ, "the loader gives other batches now"]),
 }  # fmt: skip
 
 

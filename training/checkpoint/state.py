@@ -1,6 +1,6 @@
 """The content of a checkpoint: `gather` collects it from the ranks, and `scatter` distributes it to them again.
 
-A gathered state is `{"shared": …, "ranks": [{"rng", "buffers", "average_buffers", "losses", "sync"}, …]}`. Parameters, optimizer
+A gathered state is `{"shared": …, "ranks": [{"rng", "buffers", "average_buffers", "losses", "last", "sync"}, …]}`. Parameters, optimizer
 and cursor are the same on all ranks; batch statistics, generators and a strategy's own state are not. Parameters, and what
 the optimizer keeps for them, are keyed by name. A parameter that several modules share is stored once; `aliases` has its other names.
 """
@@ -220,6 +220,8 @@ class TrainState:
     """Plain values of the run: best and last accuracy, restarts, preemptions."""
     user_state: UserState = field(default_factory=UserState)
     """The state of the script."""
+    last: torch.Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.float64))
+    """Like `losses`, of the last step alone."""
     canary: dict[str, Any] = field(default_factory=dict)
     """Results that show whether another machine computes the same bits (`run/logical_workers.py`); empty: no check is wanted."""
     evaluating: list[str] = field(default_factory=list)
@@ -248,6 +250,7 @@ def gather(state: TrainState) -> dict[str, Any] | None:
         "buffers": _buffers(state.model),
         "average_buffers": _buffers(state.ema.average) if state.ema else {},
         "losses": state.losses,
+        "last": state.last[:2],
         "sync": state.sync.state_dict(),
         "kept": state.user_state.rank_state(),
     }
@@ -342,8 +345,9 @@ def scatter(gathered: dict[str, Any] | None, state: TrainState, source: int = 0)
     else:
         anew = state.user_state.restore_alike(rank_state["own"], state.world)
     mine = same_size or alike or state.world.leader
-    losses = rank_state["losses"].to(state.losses, copy=True)
-    state.losses = losses if mine else torch.zeros_like(losses)
+    for name in ("losses", "last"):
+        sums = rank_state[name].to(state.losses, copy=True)
+        setattr(state, name, sums if mine else torch.zeros_like(sums))
     state.sync.load_state_dict(rank_state["sync"])
     state.user_state.load(shared["kept"], rank_state["kept"] if same_size else None)
     if alike and not same_size:
@@ -361,7 +365,8 @@ def _merged(ranks: list[dict[str, Any]], sync: GradientSync) -> dict[str, Any]:
     Only the rank that has read the checkpoint merges, so that the parts of all saved ranks are not sent.
     """
     try:
-        losses = [rank["losses"] for rank in ranks]
+        sums = [torch.cat([rank["last"], rank["losses"]]) for rank in ranks]
+        last, losses = (sums[0] if sync.batch_parts is not None else sum(sums)).tensor_split([2])  # type: ignore[union-attr]
         first, *others = [rank["rng"]["own"] for rank in ranks]
         alike = {
             name
@@ -369,7 +374,7 @@ def _merged(ranks: list[dict[str, Any]], sync: GradientSync) -> dict[str, Any]:
             if all(generators.comparable(own.get(name)) == generators.comparable(saved) for own in others)
         }
         return {
-            "losses": losses[0] if sync.batch_parts is not None else sum(losses), "buffers": mean_of([rank["buffers"] for rank in ranks]),
+            "losses": losses, "last": last, "buffers": mean_of([rank["buffers"] for rank in ranks]),
             "average_buffers": mean_of([rank["average_buffers"] for rank in ranks]),
             "sync": sync.merged_state([rank["sync"] for rank in ranks]), "misfit": None,
             "own": {name: saved if name in alike else None for name, saved in first.items()},

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_leaves
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -169,4 +169,12 @@ def storage(tensor: torch.Tensor) -> int | None:
 
 def storages(tree: Any) -> set[int | None]:
     """Returns the addresses of a tree's tensors, and None, so that a tensor without an address counts as one of them."""
-    return {storage(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)} | {None}
+    found: set[int | None] = {None}
+    waiting = [tree]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, torch.Tensor):
+            found.add(storage(one))
+        elif isinstance(one, (dict, list, tuple, set, deque)):  # a state may have a list of a million numbers
+            waiting += [item for item in (one.values() if isinstance(one, dict) else one) if type(item) not in _PLAIN]
+    return found

@@ -45,6 +45,8 @@ _PASSED = {"Add", "Sub", "Neg", "Mul", "Div", "ToCopy", "View", "Squeeze", "Unsq
 """Operations between a sum and the loss. A sum that is divided may be a mean."""
 _NO_SAMPLES = ("Mean", "Div", "Stack", "Cat")
 """Operations whose results are no sums of samples, though they may be as many: means, shares of a mean, several losses."""
+_CHOICES = ("Index", "Topk", "Sort", "MaskedSelect", "Slice")
+"""Operations that take some entries of a tensor."""
 _MOST = 100
 
 Call = Callable[[StepInput, int, int], tuple[torch.Tensor, Numbers]]
@@ -112,9 +114,10 @@ class BatchMean:
             return
         if inputs.divisor is None and _leaves_out(loss.grad_fn, inputs.samples):
             self._run.warn(
-                "the loss leaves samples or tokens out (ignore_index), or weighs classes, so its mean has another divisor on each rank, "
-                "and N ranks minimise another loss than one: take the sum (reduction='sum'), and give this rank's count as a tensor, "
-                "run.step(loss, divisor=(labels != -100).sum())"
+                "the loss leaves samples or tokens out (ignore_index, a mask), or weighs classes, so its mean has another divisor on each "
+                "rank, and N ranks minimise another loss than one: take the sum (reduction='sum'), and give this rank's count as a tensor, "
+                "run.step(loss, divisor=(labels != -100).sum()). A choice among the samples, such as the largest losses, sees those of "
+                "this rank alone"
             )
         if self._losses > 1:
             return
@@ -205,13 +208,16 @@ class BatchMean:
         if not math.isfinite(near):
             return ""
         kind = "sum" if is_sum else "mean"
-        if abs(whole - mean) > near:
+        # In float16 small gradients would be lost.
+        compares = bool(gradient) and inputs.scaler is None
+        apart = _distance(gradient, (first[1], second[1]), shares) if compares else 0.0
+        # Terms that cancel, such as those of a critic, round more than their sum. Their gradients do not.
+        is_rounding = compares and abs(whole - mean) < _OF_GRADIENT * near and apart < tolerance / 10
+        if abs(whole - mean) > near and not is_rounding:
             return (
                 f"the loss of a batch is not the {kind} over its samples: {high - low} samples give {whole:.6g}, and their two halves "
                 f"{mean:.6g}. So N ranks minimise another loss than one. {_advice(inputs, whole, halves, near)}"
             )
-        # In float16 small gradients would be lost.
-        apart = 0.0 if inputs.scaler is not None else _distance(gradient, (first[1], second[1]), shares)
         if apart <= tolerance or _is_rounding(gradient, weights, whole):
             return ""
         return (
@@ -268,8 +274,8 @@ def _is_divided(node: Any, parts: int) -> bool:
 
 
 def _leaves_out(graph: Any, samples: float) -> bool:
-    """Returns whether a graph ends in the mean of torch's loss for classes over weights, or over fewer labels than there are, but for as
-    many as `samples`."""
+    """Returns whether a graph ends in a mean over some of the entries: of torch's loss for classes over weights, or over fewer labels than
+    there are, but for as many as `samples`; of entries that were chosen from one a sample; of a sum that is divided by their number."""
     waiting, seen = [graph], set[Any]()
     while waiting and len(seen) < _MOST:
         node = waiting.pop()
@@ -279,9 +285,38 @@ def _leaves_out(graph: Any, samples: float) -> bool:
             weight, count = node._saved_total_weight, node._saved_target.numel()
             if min(abs(float(weight) - count), abs(float(weight) - samples)) > torch.finfo(weight.dtype).eps * count:
                 return True
+        elif name.startswith("MeanBackward"):
+            if _is_chosen(node, samples):
+                return True
+        elif name.startswith("DivBackward") and _is_part_of_sum(node, samples):
+            return True
         elif name.rstrip("01").removesuffix("Backward") in _PASSED:
             waiting += [inner for inner, _ in node.next_functions if inner is not None and inner not in seen]
     return False
+
+
+def _is_chosen(node: Any, samples: float) -> bool:
+    """Returns whether the entries of a mean are no multiple of the samples, and were chosen from a tensor whose rows are."""
+    if math.prod(node._saved_self_sym_sizes) % samples == 0:
+        return False
+    for _ in range(_MOST):
+        node = node.next_functions[0][0]
+        name = type(node).__name__
+        if name.startswith(_CHOICES):
+            sizes = node._saved_self.shape if name.startswith("Masked") else node._saved_self_sym_sizes
+            return len(sizes) > 0 and sizes[0] % samples == 0
+        if name.rstrip("01").removesuffix("Backward") not in _PASSED:
+            return False
+    return False
+
+
+def _is_part_of_sum(node: Any, samples: float) -> bool:
+    """Returns whether a sum over samples is divided by a whole number that is no multiple of theirs, such as a number of tokens."""
+    inner, other = node.next_functions[0][0], node._saved_other
+    if not type(inner).__name__.startswith("SumBackward") or other is None or other.numel() != 1:
+        return False
+    sizes, count = inner._saved_self_sym_sizes, float(other)
+    return len(sizes) > 0 and sizes[0] % samples == 0 and count == round(count) and count % samples != 0
 
 
 def _kind(node: Any, samples: int, seen: dict[Any, str] | None = None) -> str:

@@ -1,4 +1,4 @@
-"""What functions and classes of a script are, read and set, from their bytecode."""
+"""What functions and classes of a script are, read and set, from their frames and bytecode."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import gc
 import inspect
 import itertools
 import re
+import sys
 import types
 import zlib
 from collections.abc import Iterator
@@ -16,11 +17,12 @@ from typing import Any
 
 from torch import nn
 
-from .undo import codes_of
+from .undo import codes_of, is_of_script
 
 _CONSTANTS = (type(None), bool, int, float, str, bytes)
 _ENDS = ("POP_TOP", "RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "YIELD_VALUE")
 """Instructions that end a statement."""
+_LOCAL, _CONSTANT = "~", "="
 
 
 class Kind(str):
@@ -70,6 +72,20 @@ def unwrapped(value: Any) -> Any:
     return value
 
 
+def frames() -> Iterator[dict[str, Any]]:
+    """Yields the variables of the running functions, innermost first, without ours."""
+    frame = sys._getframe().f_back
+    while frame is not None:
+        if is_of_script(str(frame.f_globals.get("__name__", "")).partition(".")[0]):  # not of `runpy` or a debugger
+            values = frame.f_locals
+            yield {**values}
+            yield {**frame.f_globals}
+            # Before Python 3.13 a function's frame keeps this copy of its variables, and with it all that they name.
+            if type(values) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.gettrace() is None:
+                values.clear()
+        frame = frame.f_back
+
+
 def variables_of(function: Any) -> list[Any]:
     """Returns the values of the variables outside a function that it may read; []: it is a callable object."""
     function = unwrapped(function)
@@ -81,9 +97,10 @@ def variables_of(function: Any) -> list[Any]:
 
 
 def reads(code: types.CodeType | None, name: str, uses: bool = False) -> bool:
-    """Returns whether the code reads a variable, or the attribute of one, and assigns no part of it.
+    """Returns whether the code reads a variable outside it, or the attribute of one, and assigns no part of it.
 
     Args:
+        name: such as "scale", "self.scale", or ".scale", of any object.
         uses: whether a statement counts only if it uses what it reads: it neither sets an item nor drops its value, as `a.append(1)` does.
     """
     statements = [*_statements(code)]
@@ -94,7 +111,10 @@ def reads(code: types.CodeType | None, name: str, uses: bool = False) -> bool:
         if not uses or end.opname not in ("POP_TOP", "STORE_SUBSCR")
         for name in loaded
     }
-    return {*re.sub(r"\[.*?\]", "", name).split(".")} <= read - stored
+    first, *attributes = re.sub(r"\[.*?\]", "", name).split(".")
+    # The code's own variables, such as its arguments, count only as holders of attributes.
+    has_first = not first or first in read or (bool(attributes) and f"{_LOCAL}{first}" in read)
+    return has_first and {f".{one}" for one in attributes} <= read and not stored & {first, *attributes}
 
 
 def returns(code: types.CodeType) -> bool:
@@ -119,16 +139,23 @@ def _uses(kind: Any) -> tuple[set[str], set[str]]:
         for loaded, end in _statements(code_of(function)) if name != "__init__" else ():
             if end.opname == "STORE_ATTR":
                 stored.add(end.argval)
-                lasting |= {end.argval} & loaded
+                # `getattr` reads an attribute by a constant.
+                lasting |= {end.argval} if {f".{end.argval}", f"{_CONSTANT}{end.argval}"} & loaded else set()
     return stored, lasting
 
 
-def _statements(code: types.CodeType | None) -> Iterator[tuple[set[Any], dis.Instruction]]:
-    """Yields (names and constants that it loads, last instruction) of each statement in a function, or part of one that ends in a jump."""
-    loaded: set[Any] = set()
+def _statements(code: types.CodeType | None) -> Iterator[tuple[set[str], dis.Instruction]]:
+    """Yields (names and constants that it loads, last instruction) of each statement in a function, or part of one that ends in a jump.
+    A variable of the code itself has `_LOCAL` before its name, a constant `_CONSTANT`, an attribute a dot."""
+    loaded: set[str] = set()
     for step in (step for inner in codes_of(code) for step in dis.get_instructions(inner)) if code is not None else ():
         if step.opname.startswith("LOAD_"):
-            loaded.update(step.argval if type(step.argval) is tuple else [step.argval])  # Python 3.13 loads two at once
+            names = step.argval if type(step.argval) is tuple else [step.argval]  # Python 3.13 loads two at once
+            kind = step.opname.rpartition("_")[2]
+            before = {"ATTR": ".", "METHOD": ".", "CONST": _CONSTANT}.get(
+                kind, _LOCAL if "_FAST" in step.opname else ""
+            )
+            loaded.update(f"{before}{name}" for name in names)
         elif step.opname in _ENDS or step.opname.startswith("STORE_") or "JUMP" in step.opname:
             yield loaded, step
             loaded = set()

@@ -99,7 +99,14 @@ class Loop:
     def epochs(self, count: int | None, steps: int | None) -> Iterator[int]:
         if (count is None) == (steps is None):
             raise TypeError("epochs() takes a number of epochs, or steps=…")
-        run, self.epochs_planned, self.steps_planned = self.run, count, steps
+        run, before = self.run, self.steps_planned if count is None else self.epochs_planned
+        self.epochs_planned, self.steps_planned = count, steps
+        if before is not None and (count or steps or 0) <= before and self.complete and not self.stopped:
+            unit = "epochs" if steps is None else "steps"
+            raise RuntimeError(
+                f"a second loop over run.epochs() asks for {count or steps or 0} {unit}, and all its {unit} are over: it counts those of "
+                f"the whole run. Go over all {unit} in one loop, and choose the phase of the training by the epoch or run.steps"
+            )
         if self.stopped and (count or steps or 0) > run.state.history.get("stopped_of", 0):
             run.state.history["stopped"] = None  # more is asked for than the script had planned when it ended the run
         if self.complete:
@@ -215,11 +222,17 @@ class Loop:
             raise ValueError(f"accumulate is a number of batches from 1, got {accumulate!r}")
         self._expect_data({} if accumulate is None else {"accumulate": accumulate})
         length = _check_lengths(loader, self.run.world)
-        passed, given = 0 if self.run.user_state.has(loader) else self.run.state.cursor.step, begun(loader)
+        is_kept = self.run.user_state.has(loader)
+        passed, given = 0 if is_kept else self.run.state.cursor.step, begun(loader)
         if accumulate is not None:
             given = _lists(given, accumulate)
         skipped, unsaved = deque(itertools.islice(given, passed), maxlen=1), self.attempt.unsaved
         unsaved.compare_batch(*skipped)
+        if self.run.resumed and not is_kept and getattr(loader, "persistent_workers", False) is True:
+            self.run.warn(
+                "the loader's worker processes last for all epochs (persistent_workers), and this start has new ones: what they draw at "
+                "random, or count, differs from an undisturbed run. Set persistent_workers=False, unless samples depend on the index alone"
+            )
         given = unsaved.noting(given)
         length = None if length is None else -(-length // (accumulate or 1))
         return self._between_boundaries(((item, None) for item in given), length=length)
@@ -229,8 +242,9 @@ class Loop:
         `RuntimeError` for a second loop in one epoch."""
         if self._epoch_is_through:
             raise RuntimeError(
-                "the batches of this epoch are through: begin each epoch with `for epoch in run.epochs(…)`, and go over the "
-                "loader of an evaluation itself, without run.batches() or run.iterate()"
+                "the batches of this epoch are through: an epoch has one loop over run.batches() or run.iterate(). Put several loaders "
+                "into one, such as itertools.chain(a, b), or begin an epoch of run.epochs() for each loop. Go over the loader of an "
+                "evaluation itself, without run.batches() or run.iterate()"
             )
         before, step = self.run.user_state.data, self.run.state.cursor.step
         if step and before != about:

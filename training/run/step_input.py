@@ -319,6 +319,7 @@ class StepSums:
         self._run, self._attempt = run, attempt
         self.values = torch.zeros_like(run.state.losses)
         """float64 [2 + names], as in the state; under `exact` the sums of all ranks, once they are summed."""
+        self.values[:2], run.state.last = run.state.last, self.values
         self._named = False
         """Whether a step of this attempt has shown the names of its numbers."""
 
@@ -356,7 +357,7 @@ class StepSums:
                     "names in every step of a start"
                 )
             kept.measured = names
-            self.values = self.values.new_zeros(2 + len(names))
+            self.values = self._run.state.last = self.values.new_zeros(2 + len(names))
             state.losses = torch.cat([state.losses[:2], state.losses.new_zeros(len(names))])
         self._named = True
 

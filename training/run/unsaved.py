@@ -4,10 +4,16 @@ and changed variables.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
 import sys
+import tempfile
+import time
 import types
 import zlib
 from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -37,6 +43,7 @@ _MENDS = {
 }
 """Kind of a constant tensor → remedy."""
 _GENERATOR, _BEFORE = "torch's generator", "torch's generator before the loop"
+_BEGAN = time.time()
 NAMES = 12
 """Names in one warning, at most."""
 _LAST_BATCH, _FIRST_BATCH = "the last batch on {} ranks", "the first batch on {} ranks"
@@ -81,7 +88,8 @@ class Unsaved:
         self.looks += 1
         outside: list[str] = []
         if self.looks & (self.looks - 1) == 0:
-            outside += trained_outside(state, reached(state))
+            things = reached(state)
+            outside += [*trained_outside(state, things), *temporary(things, self._run.path)]
             outside += [_moves(name, value) for name, value in self._variables.moving()]
         sentences = {sentence: sentence for sentence in [*outside, *self._changed_settings()]}
         if world.size > 1 and not is_same_on_all_ranks(mine := self._alike(), world):
@@ -117,9 +125,9 @@ class Unsaved:
         before = self._run.user_state.variables.get(_LAST_BATCH.format(self._run.world.size))
         if skipped is not None and before not in (None, _print_of_batch(skipped)):
             self._warn_here(
-                "run.iterate(loader) skips the batches that were used before, but the loader does not repeat them: unless it makes each "
-                "from the weights as they are then, use only torch's generators in its worker processes, which are seeded in each epoch, "
-                "keep an order that depends on the weights in run.values, or keep the loader (run.keep_of_rank)"
+                "run.iterate(loader) skips the batches that were used before the resume, but the loader gives other batches now. Begin it "
+                "in the same state in each epoch: open files and sort lists there, draw only from torch's generators, without "
+                "persistent_workers. Keep an order that depends on the weights in run.values, or keep the loader (run.keep_of_rank)"
             )
 
     def note_first(self, batch: Any) -> None:
@@ -321,7 +329,8 @@ def trained_outside(state: TrainState, reached: Sequence[Reached]) -> list[str]:
         elif issubclass(type(value), torch.optim.Optimizer) and not hasattr(value, "sync"):  # no session has made it
             moved = {p for group in getattr(value, "param_groups", ()) for p in group["params"] if p.requires_grad}
             used |= moved
-            if moved and not user_state.has(value):
+            is_inside = any(_is_inside(value, one) for one in state.optimizers.values())
+            if moved and not is_inside and not user_state.has(value):
                 first = next((f" over {n}" for n, p in known.items() if p in moved), "")
                 sentences.append(
                     f"the optimizer {name} ({type(value).__name__}{first}) does not come from run.optimizer(), so no checkpoint "
@@ -331,7 +340,8 @@ def trained_outside(state: TrainState, reached: Sequence[Reached]) -> list[str]:
     for name, optimizer in state.optimizers.items():
         ours.update(*parameter_names(state.sync, optimizer))
         scheduled = any("initial_lr" in group for group in optimizer.param_groups)  # torch's schedules leave this mark
-        if scheduled and not any(getattr(thing, "optimizer", None) is optimizer for _, thing in kept):
+        holders = [one for _, thing in kept for one in (thing, *getattr(thing, "__dict__", {}).values())]
+        if scheduled and not any(getattr(one, "optimizer", None) is optimizer for one in holders):
             sentences.append(
                 f"a schedule changes the learning rate of {name}, and no checkpoint holds its state: call run.keep(schedule=…) before the "
                 "loop, else a resume trains with other rates"
@@ -361,6 +371,26 @@ def trained_outside(state: TrainState, reached: Sequence[Reached]) -> list[str]:
                 "before run.replicate()"
             )
     return sentences
+
+
+def _is_inside(optimizer: torch.optim.Optimizer, outer: torch.optim.Optimizer) -> bool:
+    """Returns whether another optimizer, such as a Lookahead around this one, holds its state."""
+    return optimizer.state is outer.state or {None} != storages(optimizer.state) <= storages(outer.state)
+
+
+def temporary(reached: Sequence[Reached], run_dir: Any) -> Iterator[str]:
+    """Yields a warning for each file that a variable names, that this process has written, and that is in a folder of `tempfile`."""
+    base = f"{tempfile.gettempdir()}{os.sep}"
+    for name, value, *_ in reached:
+        if issubclass(type(value), (str, Path)) and str(value).startswith(base):
+            folder = str(value).removeprefix(base).partition(os.sep)[0]
+            is_made = re.fullmatch("tmp[a-z0-9_]{8}", folder) and not str(run_dir).startswith(f"{base}{folder}")
+            with contextlib.suppress(OSError, ValueError):
+                if is_made and os.path.isfile(value) and os.path.getmtime(value) > _BEGAN:
+                    yield (
+                        f"the script has written the temporary file {name}, and a start that resumes does not have it: write it to "
+                        "run.path(…). checkpoint.keep_best keeps the best weights"
+                    )
 
 
 def _states_of(objects: dict[str, Stateful]) -> list[Any]:

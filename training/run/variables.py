@@ -18,7 +18,7 @@ import io
 import itertools
 import mmap
 import operator
-import sys
+import os
 import time
 import types
 import zlib
@@ -41,6 +41,7 @@ from ..resilience.closeness import sums_of_bits
 from .bytecode import (
     Kind,
     code_of,
+    frames,
     has_no_parameter,
     has_no_tensor,
     innermost,
@@ -71,7 +72,7 @@ _HOLDERS = (argparse.Namespace, types.SimpleNamespace, functools.partial, types.
 """Types of Python whose contents a script sets."""
 _STATES = (int, float, str, tuple, torch.Tensor, np.ndarray)
 """Types of attributes that `marks_in_model` compares. A pass may fill a list or dictionary, for a plot or an extra loss."""
-_BYTES = (bytearray, array.array, ctypes._SimpleCData, ctypes.Array)
+_BYTES = (bytearray, array.array, ctypes._SimpleCData, ctypes.Array, io.BytesIO)
 _SEQUENCES = (list, tuple, deque)
 _COUNTING = (enumerate, zip, map, itertools.islice)
 _KIND = "kind "
@@ -140,8 +141,8 @@ class Variables:
         methods = {key: code_of(function) for key, function in vars(kind).items()}
         names = {key for inner in codes_of(code) for key in inner.co_names} | {"__call__", "forward"}
         called = [one for key, one in methods.items() if key in names and one is not None and returns(one)]
-        through = reads(code, holder, uses=True) and any(reads(one, attribute) for one in called)
-        return through or reads(code, name) or (code in methods.values() and reads(code, attribute))
+        through = reads(code, holder, uses=True) and any(reads(one, f".{attribute}") for one in called)
+        return through or reads(code, name) or (code in methods.values() and reads(code, f".{attribute}"))
 
     def differing(self, before: dict[str, str], kinds: bool) -> list[str]:
         """Returns the names of variables that have another value than in these digests of a checkpoint, and of attributes that objects do
@@ -174,7 +175,9 @@ class Variables:
         is_object = kind is not None and not issubclass(
             kind, (types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
         )
-        return is_object and attribute not in set_anew(kind)
+        with contextlib.suppress(TypeError):  # the class has no hash
+            return is_object and attribute not in set_anew(kind)
+        return False
 
     def moving(self) -> Iterator[tuple[str, Any]]:
         """Yields the name and value of each generator that has drawn, and of each tensor, or object of tensors, that has changed in
@@ -322,7 +325,7 @@ def reached(state: TrainState | None) -> list[Reached]:
     """Returns the values of the running functions' variables, with the attributes and items below them. Leaves out the content of kept
     objects, since a state may consist of copies, and the generators of the process. Returns nothing if an object of the script raises,
     since all this only serves warnings."""
-    named = ((name, value) for names in _frames() for name, value in names.items() if name[:2] != "__")
+    named = ((name, value) for names in frames() for name, value in names.items() if name[:2] != "__")
     optimizers = {} if state is None else state.optimizers
     of_optimizers = (
         (f"{name}.{key}", value)
@@ -371,16 +374,6 @@ def _generators(iterator: Any) -> list[types.GeneratorType[Any, Any, Any]]:
     return [item for item in inner if type(item) is types.GeneratorType]
 
 
-def _frames() -> Iterator[dict[str, Any]]:
-    """Yields the variables of the running functions, innermost first, without ours."""
-    frame = sys._getframe().f_back
-    while frame is not None:
-        if not frame.f_globals.get("__name__", "").startswith("lockstep."):
-            yield {**frame.f_locals}
-            yield {**frame.f_globals}
-        frame = frame.f_back
-
-
 def _below(named: Iterable[tuple[str, Any]], known: list[Any]) -> Iterator[Reached]:
     """Yields these values, and the attributes and items below them, without the known ones."""
     waiting = deque((Reached(name, value, True, False), LEVELS) for name, value in named)
@@ -409,7 +402,9 @@ def _below(named: Iterable[tuple[str, Any]], known: list[Any]) -> Iterator[Reach
         if not left or issubclass(kind, torch.optim.Optimizer) or (issubclass(kind, nn.Module) and not is_open):
             continue
         holds = issubclass(kind, (dict, list, tuple))
-        names = not holds and (of_script or is_open or issubclass(kind, (*_HOLDERS, *_OF_DATA)))
+        # A quasi-random sequence, such as scipy's Halton, counts its points.
+        is_sequence = hasattr(kind, "fast_forward")
+        names = not holds and (of_script or is_open or is_sequence or issubclass(kind, (*_HOLDERS, *_OF_DATA)))
         parts = holds and (is_own or is_part)
         left = (left if names or parts else min(left, DEPTH)) - 1
         waiting.extend((Reached(inner, item, names, parts), left) for inner, item in _inside(name, value))
@@ -506,10 +501,12 @@ def _print(value: Any, held: set[int | None], leaf: Callable[[Any], Any], depth:
         tensors = [*value.parameters(), *value.buffers()] if is_constructed else []
         return [leaf(tensor) for tensor in tensors if _is_compared(tensor, held)] or None
     if issubclass(kind, _BYTES):
-        buffer = np.frombuffer(value, np.uint8)
+        buffer = np.frombuffer(value.getbuffer() if isinstance(value, io.BytesIO) else value, np.uint8)
         return [kind.__name__, zlib.crc32(buffer[:: _stride(buffer.size)].tobytes())]
     if _is_iterator(kind):
-        return None if issubclass(kind, io.IOBase) or _has_ended(value) else _position(value)
+        if issubclass(kind, io.IOBase):  # what a script writes is no state
+            return os.lseek(value.fileno(), 0, os.SEEK_CUR) if value.readable() and not value.writable() else None
+        return None if _has_ended(value) else _position(value)
     if not depth or not issubclass(kind, (dict, set, frozenset, *_SEQUENCES)):
         return None
     count, most = len(value), ITEMS // 10 ** (DEPTH - depth)  # fewer of each inner one
