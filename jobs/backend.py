@@ -505,8 +505,12 @@ class Cluster(Backend):
             raise UserError(f"shards {spec.shards} is not on a volume: add one to volumes")
         return own
 
-    def prepare(self, spec: JobSpec) -> SubmitResult:
-        """Submits the job that writes the shards, unless an equal job has succeeded. Raises `UserError`."""
+    def prepare(self, spec: JobSpec, anew: bool = False) -> SubmitResult:
+        """Submits the job that writes the shards, unless an equal job has succeeded. Raises `UserError`.
+
+        Args:
+            anew: submit it also after such a job: the shards are gone.
+        """
         own = self.prepared(self.preparation(spec)).spec
         known = self.find(own.name)
         if known is not None:
@@ -514,9 +518,9 @@ class Cluster(Backend):
                 raise UserError(
                     f"`lockstep prepare` uses the name {own.name}, and another job has it: remove that job, or rename this one"
                 )
-            if known.spec.same_job(own, self.name) and self.observe(known).state == "succeeded":
+            if not anew and known.spec.same_job(own, self.name) and self.observe(known).state == "succeeded":
                 note(
-                    f"{own.name} has written the shards ({known.where}): to write them again, remove that job, or rename this one"
+                    f"{own.name} has written the shards ({known.where}): to write others, rename the job, or change its `shards`"
                 )
                 return SubmitResult(own.name, False, known.where)
         return self.submit(own, "replace")

@@ -130,12 +130,12 @@ class SlurmBackend(Cluster):
         (_, first), *_ = submission.send(self.folder, sent["script"], submissions).items()
         return SubmitResult(whole.name, True, _where(first))
 
-    def prepare(self, spec: JobSpec) -> SubmitResult:
+    def prepare(self, spec: JobSpec, anew: bool = False) -> SubmitResult:  # noqa: ARG002 - it sees a folder of shards
         """Submits the job that writes the shards. Jobs that are submitted meanwhile wait for it. Raises `UserError`."""
         own = self.preparation(spec)
         if not spec.shards_in_a_bucket and not spec.shards_missing_here:
             return SubmitResult(own.name, False, f"the shards are in {spec.shard_folder}")
-        return super().prepare(spec)
+        return super().prepare(spec, anew=not spec.shards_in_a_bucket)
 
     def _preparation(self, spec: JobSpec) -> str | None:
         """Returns the id of a job under way that prepares this job's shards; None if there is none."""
@@ -270,7 +270,7 @@ class SlurmBackend(Cluster):
         env = {name: value for name, value in os.environ.items() if name != render.FOLDER_VARIABLE}
         code = process.run([*step, *terminal, *inside, *own], streams, env)
         if code:
-            observe.query(job_id)(job_id)  # raises `Unreachable`: then the code is not the command's
+            self.observe(known)  # raises `Unreachable`: then the code is not the command's
         return code
 
     def list(self) -> list[JobSummary]:

@@ -64,7 +64,9 @@ def run_slurm(*command: str, seconds: float = SECONDS, **options: Any) -> Output
     Args:
         options: arguments of `subprocess.run`.
     """
-    given = {"env": {**os.environ, "SLURM_TIME_FORMAT": "%s"}, "input": "", **options}
+    # A user's SQUEUE_PARTITION and the like would hide jobs.
+    env = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}
+    given = {"env": {**env, "SLURM_TIME_FORMAT": "%s"}, "input": "", **options}
     try:
         return subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=seconds, check=False, **given
@@ -124,10 +126,10 @@ def accounting(*job_ids: str) -> dict[str, JobInfo]:
 
 _COLUMNS_OF_SACCT = "JobID,State,ExitCode,NodeList,Partition,End"
 _COLUMNS_OF_SQUEUE = (
-    "JobArrayID", "State", "Reason", "RestartCnt", "exit_code", "NodeList", "Partition", "Requeue", "EndTime",
+    "JobArrayID", "State", "Reason", "RestartCnt", "exit_code", "Partition", "Requeue", "EndTime", "NodeList",
 )  # fmt: skip
-_WIDTH = 200
-"""Width of a column of squeue, which cuts off longer values."""
+_WIDTH, _WIDEST = 200, 8000
+"""Width of a column of squeue, which cuts off longer values, and of the last column. A large job may have many ranges of nodes."""
 
 Query = Callable[[str], JobInfo | None]
 """Returns the job of an id; None if neither the controller nor the accounting knows the job. Raises `Unreachable`, `Forgotten`."""
@@ -140,17 +142,20 @@ def query(*job_ids: str, all_of_user: bool = False) -> Query:
         all_of_user: also answer for other jobs of this user that the controller lists.
     """
     which = ["--me"] if all_of_user else ["-j", ",".join(job_ids)]
-    columns = ",".join(f"{name}:{_WIDTH}" for name in _COLUMNS_OF_SQUEUE)
+    *most, last = _COLUMNS_OF_SQUEUE
+    columns = ",".join([*(f"{name}:{_WIDTH}" for name in most), f"{last}:{_WIDEST}"])
     known, unanswered = dict[str, JobInfo](), None
     try:
         lines = output("squeue", "-h", "-r", "-a", *which, "-t", "all", "-O", columns).splitlines()
     except Unreachable as error:
         lines, unanswered = [], error
     for line in lines:
-        row = [line[at : at + _WIDTH].strip() for at in range(0, _WIDTH * len(_COLUMNS_OF_SQUEUE), _WIDTH)]
-        job_id, state, reason, restarts, code, nodes, partition, requeue, end = row
+        row = [line[at : at + _WIDTH].strip() for at in range(0, _WIDTH * len(most), _WIDTH)]
+        job_id, state, reason, restarts, code, partition, requeue, end = row
+        nodes = line[_WIDTH * len(most) :].strip()
+        reason = "" if reason == "None" else reason.replace(" ", "_")  # as scontrol prints it
         known[job_id] = JobInfo(
-            job_id, state, "" if reason == "None" else reason, _number(restarts), os.WEXITSTATUS(_number(code)), nodes, partition,
+            job_id, state, reason, _number(restarts), _number(code) >> 8 & 255, nodes, partition,
             requeue not in ("0", "no"), _number(end) or None if state in FINAL else None,
         )  # fmt: skip
     away = [job_id for job_id in job_ids if job_id not in known]

@@ -493,6 +493,7 @@ def preparation(spec: JobSpec, python: str = "python") -> JobSpec:
             "volumes": [volume.model_copy(update={"read_only": False}) for volume in spec.volumes],
             "run_dir": None if spec.shards_in_a_bucket else spec.shards,
             "k8s": spec.k8s.model_copy(update={"rdma": {}, "hugepages": None, "patch": {}}),
+            "compose": spec.compose.model_copy(update={"patch": {}}),
         }
     )  # fmt: skip
 

@@ -87,6 +87,9 @@ def test_prepare_writes_to_the_volume_without_a_gpu() -> None:
     (service,) = project["services"].values()
     assert " -- python -m lockstep.training shard " in " ".join(service["command"]) and "deploy" not in service
     assert not any(mount.get("read_only") for mount in service["volumes"]), service["volumes"]
+    patch = {"services": {"node-1": {"environment": {"NODE": "1"}}}}
+    patched = {**SPECS["compose-gpu"], "compose": {"patch": patch}}
+    assert composed(JobSpec.of(patched), prepare=True) == project, "the patch is for the job"
     for spec, message in ((spec_of(), "has no shards"), (spec_of(shards="/elsewhere"), "is not on a volume")):
         with pytest.raises(UserError, match=message):
             composed(spec, prepare=True)

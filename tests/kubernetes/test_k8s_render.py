@@ -184,7 +184,7 @@ programs = st.sampled_from([{"recipe": "smoke"}, {"recipe": "resnet18"}, {"recip
     st.lists(words, min_size=1, max_size=3).map(lambda words: {"command": words})
 )
 spec_values = st.fixed_dictionaries(
-    {"name": names, "image": st.just("localhost:5000/a:1"), "what": programs},
+    {"name": names, "image": st.sampled_from(["localhost:5000/a:1"] * 3 + [None]), "what": programs},
     optional={
         "nodes": st.integers(1, 4), "gpus": st.sampled_from([0, 4, 8]), "ranks_per_node": st.integers(1, 2),
         "cpus": st.floats(0.1, 200), "memory": sizes, "shm": sizes, "time_limit": st.sampled_from(["90s", "2h", "1d12h"]),

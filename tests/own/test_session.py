@@ -238,7 +238,7 @@ WRONG = {
     "a second loop over epochs that are over": (
         LOOP + "for b in run.batches(DATA, 16): step(run, m, b)\n    for _ in run.epochs(2):\n"
         "        for b in run.batches(DATA, 16): step(run, m, b)\n    for _ in run.epochs(1): pass",
-        "RuntimeError", "all its epochs are over"),
+        "RuntimeError", "has nothing left"),
     "two loops in one epoch": (
         LOOP + "for _ in 'ab':\n            for b in run.batches(DATA, 16): step(run, m, b)", "RuntimeError", "one loop over"),
     "the sum of a tensor": ("make(run); run.sum(torch.ones(2))", "TypeError", "sum(run.gather(tensor))"),

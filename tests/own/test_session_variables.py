@@ -58,7 +58,8 @@ def train(kind, run, steps):
     model = run.replicate(net)
     optimizer = run.optimizer(lambda parameters: Slow(parameters, lr=0.1))
     optimizer.slow, optimizer._copy, loss = [torch.zeros(4)], torch.zeros(4), Loss()
-    args, torchs, curve = argparse.Namespace(tau=1.0), torch.nn.HuberLoss(delta=1.0), np.poly1d([1.0, 2.0])
+    args = argparse.Namespace(tau=1.0, file=open(helper.__file__, "rb"))
+    torchs, curve = torch.nn.HuberLoss(delta=1.0), np.poly1d([1.0, 2.0])
     shared = multiprocessing.Value("d", 0.0)
     subset, held, part, late = torch.utils.data.Subset(data, [0, 1]), Meter().add, functools.partial(move, {"tau": 1.0}), Late()
     streams = {"web": itertools.cycle([1, 2])} if kind == "called" else {}
@@ -102,7 +103,7 @@ def train(kind, run, steps):
                 optimizer._copy = optimizer._copy + 1
                 run.config["rate"] *= 0.9
             elif kind == "files":
-                text.read(8), log.write("a line"), log.flush()
+                text.read(8), log.write("a line"), log.flush(), args.file.read(8)
                 torch.save(net.state_dict(), box)
             elif kind == "lists":
                 history.append(seen)

@@ -37,8 +37,8 @@ RUNNING = "JobId=7 JobState=RUNNING"
 COMMENT = "lockstep:mine.0123456789ab"
 QUEUED = "JobId=8 JobState=PENDING Reason=Priority"
 _COLUMNS = {
-    "JobId": "", "JobState": "", "Reason": "None", "Restarts": "0", "ExitCode": "0", "NodeList": "", "Partition": "", "Requeue": "1",
-    "EndTime": "N/A",
+    "JobId": "", "JobState": "", "Reason": "None", "Restarts": "0", "ExitCode": "0", "Partition": "", "Requeue": "1",
+    "EndTime": "N/A", "NodeList": "",
 }  # fmt: skip
 """The fields of a job in the order of squeue's columns, and their defaults."""
 
@@ -88,8 +88,11 @@ class Site:
     def shows(self, *jobs: str) -> None:
         """Sets the controller's answer: one text such as "JobId=7 JobState=RUNNING" for each job."""
         rows = [{**_COLUMNS, **dict(re.findall(r"(\w+)=(\S*)", job))} for job in jobs]
-        for row in rows:  # squeue prints the status of wait(2), of which the exit code is the second byte
+        for row in (
+            rows
+        ):  # squeue prints the status of wait(2), of which the exit code is the second byte, and reasons with spaces
             row["ExitCode"] = str(int(row["ExitCode"].partition(":")[0]) << 8)
+            row["Reason"] = row["Reason"].replace("_", " ")
         self.does("jobs", "\n".join(f"printf '%-200s' {shlex.join(row.values())}; echo" for row in rows))
 
     def write_note(self, rank: int, code: int, reason: str = "", time: float = 0, restart: int = 0) -> None:

@@ -37,7 +37,7 @@ def test_each_parameter_is_stored_under_its_name(strategy: str, tmp_path: Path, 
     expected |= {f"optim/{n}/momentum_buffer" for n in PARAMETERS}
     for rank in (0, 1):
         expected |= {f"ranks/{rank}/{part}/{n}" for part in ("buffers", "average_buffers") for n in BUFFERS}
-        expected |= {f"ranks/{rank}/{part}" for part in ("rng/python/1", "rng/torch", "losses")}
+        expected |= {f"ranks/{rank}/{part}" for part in ("rng/python/1", "rng/torch", "losses", "last")}
     assert {name for name in names if "/sync/" not in name} == expected
     assert [name for name in names if "/sync/errors/" in name] != [] or strategy != product.POWERSGD
     groups = json.loads((path / "state.json").read_bytes())["shared"]["optimizer"]["param_groups"]

@@ -48,7 +48,7 @@ MAX_STATE_BYTES = 64 << 20
 network."""
 MAX_HEADER_BYTES = 100_000_000
 """Limit of the header of `TENSORS`, by the safetensors library: about a million tensors."""
-FORMAT = 3
+FORMAT = 4
 _CHUNK = 8 << 20
 _NAME = re.compile(r"step-(\d{8,12})")
 KeepBest: TypeAlias = "bool | Mapping[str, str]"

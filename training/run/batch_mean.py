@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import re
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -45,7 +46,7 @@ _PASSED = {"Add", "Sub", "Neg", "Mul", "Div", "ToCopy", "View", "Squeeze", "Unsq
 """Operations between a sum and the loss. A sum that is divided may be a mean."""
 _NO_SAMPLES = ("Mean", "Div", "Stack", "Cat")
 """Operations whose results are no sums of samples, though they may be as many: means, shares of a mean, several losses."""
-_CHOICES = ("Index", "Topk", "Sort", "MaskedSelect", "Slice")
+_CHOICES = re.compile("(Index|IndexSelect|Topk|Sort|MaskedSelect|Slice)Backward[01]?")
 """Operations that take some entries of a tensor."""
 _MOST = 100
 
@@ -112,12 +113,15 @@ class BatchMean:
         self._losses += 1
         if self._losses & (self._losses - 1) or isinstance(self._run.config, Config):
             return
-        if inputs.divisor is None and _leaves_out(loss.grad_fn, inputs.samples):
+        leaves_out = False
+        with contextlib.suppress(AttributeError, RuntimeError):  # an operation of the script may have a name of torch's
+            leaves_out = bool(inputs.samples) and inputs.divisor is None and _leaves_out(loss.grad_fn, inputs.samples)
+        if leaves_out:
             self._run.warn(
-                "the loss leaves samples or tokens out (ignore_index, a mask), or weighs classes, so its mean has another divisor on each "
-                "rank, and N ranks minimise another loss than one: take the sum (reduction='sum'), and give this rank's count as a tensor, "
-                "run.step(loss, divisor=(labels != -100).sum()). A choice among the samples, such as the largest losses, sees those of "
-                "this rank alone"
+                "the loss leaves samples or tokens out (ignore_index, a mask), weighs classes, or divides a sum by another number than its "
+                "entries, so N ranks minimise another loss than one: take the sum (reduction='sum'), and give this rank's count as a "
+                "tensor, run.step(loss, divisor=(labels != -100).sum()). A choice among the samples, such as the largest losses, sees "
+                "those of this rank alone"
             )
         if self._losses > 1:
             return
@@ -274,8 +278,9 @@ def _is_divided(node: Any, parts: int) -> bool:
 
 
 def _leaves_out(graph: Any, samples: float) -> bool:
-    """Returns whether a graph ends in a mean over some of the entries: of torch's loss for classes over weights, or over fewer labels than
-    there are, but for as many as `samples`; of entries that were chosen from one a sample; of a sum that is divided by their number."""
+    """Returns whether a graph ends in the mean of torch's loss for classes over weights, or over fewer labels than there are, but for as
+    many as `samples`; in a mean over entries that were chosen from a tensor with one per sample; or in a sum that is divided by another
+    number than its entries."""
     waiting, seen = [graph], set[Any]()
     while waiting and len(seen) < _MOST:
         node = waiting.pop()
@@ -297,13 +302,13 @@ def _leaves_out(graph: Any, samples: float) -> bool:
 
 def _is_chosen(node: Any, samples: float) -> bool:
     """Returns whether the entries of a mean are no multiple of the samples, and were chosen from a tensor whose rows are."""
-    if math.prod(node._saved_self_sym_sizes) % samples == 0:
+    if math.prod(getattr(node, "_saved_self_sym_sizes", ())) % samples == 0:
         return False
     for _ in range(_MOST):
         node = node.next_functions[0][0]
         name = type(node).__name__
-        if name.startswith(_CHOICES):
-            sizes = node._saved_self.shape if name.startswith("Masked") else node._saved_self_sym_sizes
+        if _CHOICES.fullmatch(name):
+            sizes: Any = node._saved_self.shape if name.startswith("Masked") else node._saved_self_sym_sizes
             return len(sizes) > 0 and sizes[0] % samples == 0
         if name.rstrip("01").removesuffix("Backward") not in _PASSED:
             return False
@@ -312,11 +317,11 @@ def _is_chosen(node: Any, samples: float) -> bool:
 
 def _is_part_of_sum(node: Any, samples: float) -> bool:
     """Returns whether a sum over samples is divided by a whole number that is no multiple of theirs, such as a number of tokens."""
-    inner, other = node.next_functions[0][0], node._saved_other
-    if not type(inner).__name__.startswith("SumBackward") or other is None or other.numel() != 1:
+    inner, other = node.next_functions[0][0], getattr(node, "_saved_other", None)
+    sizes: Any = getattr(inner, "_saved_self_sym_sizes", ()) if type(inner).__name__.startswith("SumBackward") else ()
+    if not isinstance(other, torch.Tensor) or other.numel() != 1:
         return False
-    sizes, count = inner._saved_self_sym_sizes, float(other)
-    return len(sizes) > 0 and sizes[0] % samples == 0 and count == round(count) and count % samples != 0
+    return len(sizes) > 0 and sizes[0] % samples == 0 and float(other).is_integer() and float(other) % samples != 0
 
 
 def _kind(node: Any, samples: int, seen: dict[Any, str] | None = None) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from .undo import codes_of, is_of_script
+from .undo import codes_of
 
 _CONSTANTS = (type(None), bool, int, float, str, bytes)
 _ENDS = ("POP_TOP", "RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "YIELD_VALUE")
@@ -76,12 +76,16 @@ def frames() -> Iterator[dict[str, Any]]:
     """Yields the variables of the running functions, innermost first, without ours."""
     frame = sys._getframe().f_back
     while frame is not None:
-        if is_of_script(str(frame.f_globals.get("__name__", "")).partition(".")[0]):  # not of `runpy` or a debugger
+        root = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        is_python = root in sys.stdlib_module_names and root != "__main__"  # such as `runpy`, or a debugger
+        if root != "lockstep" and not is_python:
             values = frame.f_locals
             yield {**values}
             yield {**frame.f_globals}
-            # Before Python 3.13 a function's frame keeps this copy of its variables, and with it all that they name.
-            if type(values) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.gettrace() is None:
+            # Before Python 3.13 a function's frame keeps this copy of its variables, and with it all that they name. A third reference
+            # is the script's own, from `locals()`.
+            is_copy = type(values) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.gettrace() is None
+            if is_copy and sys.getrefcount(values) <= 3:
                 values.clear()
         frame = frame.f_back
 
@@ -104,7 +108,7 @@ def reads(code: types.CodeType | None, name: str, uses: bool = False) -> bool:
         uses: whether a statement counts only if it uses what it reads: it neither sets an item nor drops its value, as `a.append(1)` does.
     """
     statements = [*_statements(code)]
-    stored = {end.argval for _, end in statements if end.opname.startswith("STORE_")}
+    stored = {name for _, end in statements if end.opname.startswith("STORE_") for name in _stored(end)}
     read = {
         name
         for loaded, end in statements
@@ -115,6 +119,12 @@ def reads(code: types.CodeType | None, name: str, uses: bool = False) -> bool:
     # The code's own variables, such as its arguments, count only as holders of attributes.
     has_first = not first or first in read or (bool(attributes) and f"{_LOCAL}{first}" in read)
     return has_first and {f".{one}" for one in attributes} <= read and not stored & {first, *attributes}
+
+
+def _stored(end: dis.Instruction) -> tuple[str, ...]:
+    """Returns the names that an instruction stores. Python 3.13 stores two at once, or stores one and loads one."""
+    names = end.argval if type(end.argval) is tuple else (end.argval,)
+    return names[:1] if end.opname == "STORE_FAST_LOAD_FAST" else names
 
 
 def returns(code: types.CodeType) -> bool:
@@ -148,14 +158,15 @@ def _statements(code: types.CodeType | None) -> Iterator[tuple[set[str], dis.Ins
     """Yields (names and constants that it loads, last instruction) of each statement in a function, or part of one that ends in a jump.
     A variable of the code itself has `_LOCAL` before its name, a constant `_CONSTANT`, an attribute a dot."""
     loaded: set[str] = set()
-    for step in (step for inner in codes_of(code) for step in dis.get_instructions(inner)) if code is not None else ():
+    codes = [] if code is None else [*codes_of(code)]
+    cells = {name for inner in codes for name in inner.co_cellvars}
+    for step in (step for inner in codes for step in dis.get_instructions(inner)):
         if step.opname.startswith("LOAD_"):
             names = step.argval if type(step.argval) is tuple else [step.argval]  # Python 3.13 loads two at once
             kind = step.opname.rpartition("_")[2]
-            before = {"ATTR": ".", "METHOD": ".", "CONST": _CONSTANT}.get(
-                kind, _LOCAL if "_FAST" in step.opname else ""
-            )
+            is_local = "_FAST" in step.opname or step.argval in cells
+            before = {"ATTR": ".", "METHOD": ".", "CONST": _CONSTANT}.get(kind, _LOCAL if is_local else "")
             loaded.update(f"{before}{name}" for name in names)
         elif step.opname in _ENDS or step.opname.startswith("STORE_") or "JUMP" in step.opname:
             yield loaded, step
-            loaded = set()
+            loaded = {f"{_LOCAL}{step.argval[1]}"} if step.opname == "STORE_FAST_LOAD_FAST" else set()

@@ -101,11 +101,11 @@ class Loop:
             raise TypeError("epochs() takes a number of epochs, or steps=…")
         run, before = self.run, self.steps_planned if count is None else self.epochs_planned
         self.epochs_planned, self.steps_planned = count, steps
-        if before is not None and (count or steps or 0) <= before and self.complete and not self.stopped:
+        if before is not None and 0 < (count or steps or 0) <= before and self.complete and not self.stopped:
             unit = "epochs" if steps is None else "steps"
             raise RuntimeError(
-                f"a second loop over run.epochs() asks for {count or steps or 0} {unit}, and all its {unit} are over: it counts those of "
-                f"the whole run. Go over all {unit} in one loop, and choose the phase of the training by the epoch or run.steps"
+                f"a second loop over run.epochs() has nothing left: its number counts all {unit} of the run. Go over all {unit} in one "
+                "loop, and choose the phase of the training by the epoch or run.steps"
             )
         if self.stopped and (count or steps or 0) > run.state.history.get("stopped_of", 0):
             run.state.history["stopped"] = None  # more is asked for than the script had planned when it ended the run

@@ -319,13 +319,14 @@ class StepSums:
         self._run, self._attempt = run, attempt
         self.values = torch.zeros_like(run.state.losses)
         """float64 [2 + names], as in the state; under `exact` the sums of all ranks, once they are summed."""
-        self.values[:2], run.state.last = run.state.last, self.values
+        self.values[:2] = run.state.last
         self._named = False
         """Whether a step of this attempt has shown the names of its numbers."""
 
     def begin(self) -> None:
         """Clears the sums: a step begins, or is computed again."""
         self.values.zero_()
+        self._run.state.last = self.values
 
     def add(
         self, loss: torch.Tensor, numbers: Mapping[str, Any], samples: int, share: float, weight: float

@@ -43,7 +43,6 @@ _MENDS = {
 }
 """Kind of a constant tensor → remedy."""
 _GENERATOR, _BEFORE = "torch's generator", "torch's generator before the loop"
-_BEGAN = time.time()
 NAMES = 12
 """Names in one warning, at most."""
 _LAST_BATCH, _FIRST_BATCH = "the last batch on {} ranks", "the first batch on {} ranks"
@@ -53,7 +52,7 @@ class Unsaved:
     """The checks at the start of the loop and at each save. Each warning appears once. They inspect variables at the saves 1, 2, 4, 8 …."""
 
     def __init__(self, run: Run) -> None:
-        self._run = run
+        self._run, self._began = run, time.time()
         self.looks = 0
         """Number of saves so far that have run the checks."""
         self._variables = Variables(run.state)
@@ -89,7 +88,7 @@ class Unsaved:
         outside: list[str] = []
         if self.looks & (self.looks - 1) == 0:
             things = reached(state)
-            outside += [*trained_outside(state, things), *temporary(things, self._run.path)]
+            outside += [*trained_outside(state, things), *temporary(things, self._run.path, self._began)]
             outside += [_moves(name, value) for name, value in self._variables.moving()]
         sentences = {sentence: sentence for sentence in [*outside, *self._changed_settings()]}
         if world.size > 1 and not is_same_on_all_ranks(mine := self._alike(), world):
@@ -329,8 +328,8 @@ def trained_outside(state: TrainState, reached: Sequence[Reached]) -> list[str]:
         elif issubclass(type(value), torch.optim.Optimizer) and not hasattr(value, "sync"):  # no session has made it
             moved = {p for group in getattr(value, "param_groups", ()) for p in group["params"] if p.requires_grad}
             used |= moved
-            is_inside = any(_is_inside(value, one) for one in state.optimizers.values())
-            if moved and not is_inside and not user_state.has(value):
+            is_inside = any(_is_inside(value, one) for one in state.optimizers.values()) if moved else True
+            if not is_inside and not user_state.has(value):
                 first = next((f" over {n}" for n, p in known.items() if p in moved), "")
                 sentences.append(
                     f"the optimizer {name} ({type(value).__name__}{first}) does not come from run.optimizer(), so no checkpoint "
@@ -374,19 +373,22 @@ def trained_outside(state: TrainState, reached: Sequence[Reached]) -> list[str]:
 
 
 def _is_inside(optimizer: torch.optim.Optimizer, outer: torch.optim.Optimizer) -> bool:
-    """Returns whether another optimizer, such as a Lookahead around this one, holds its state."""
-    return optimizer.state is outer.state or {None} != storages(optimizer.state) <= storages(outer.state)
+    """Returns whether another optimizer, such as a Lookahead around this one, holds its state, if it has one."""
+    mine, its = (getattr(one, "state", None) for one in (optimizer, outer))
+    has_state = storages(mine) != {None}
+    return mine is its or (storages(mine) <= storages(its) if has_state else optimizer in vars(outer).values())
 
 
-def temporary(reached: Sequence[Reached], run_dir: Any) -> Iterator[str]:
-    """Yields a warning for each file that a variable names, that this process has written, and that is in a folder of `tempfile`."""
+def temporary(reached: Sequence[Reached], run_dir: Any, began: float) -> Iterator[str]:
+    """Yields a warning for each file that a variable names, that was written since the time `began`, and that is in a folder of
+    `tempfile`."""
     base = f"{tempfile.gettempdir()}{os.sep}"
     for name, value, *_ in reached:
         if issubclass(type(value), (str, Path)) and str(value).startswith(base):
             folder = str(value).removeprefix(base).partition(os.sep)[0]
             is_made = re.fullmatch("tmp[a-z0-9_]{8}", folder) and not str(run_dir).startswith(f"{base}{folder}")
             with contextlib.suppress(OSError, ValueError):
-                if is_made and os.path.isfile(value) and os.path.getmtime(value) > _BEGAN:
+                if is_made and os.path.isfile(value) and os.path.getmtime(value) > began:
                     yield (
                         f"the script has written the temporary file {name}, and a start that resumes does not have it: write it to "
                         "run.path(…). checkpoint.keep_best keeps the best weights"

@@ -208,6 +208,8 @@ def _marked(things: Iterable[Reached], held: set[int | None]) -> dict[str, tuple
     for name, value, is_own, is_part in things:
         kind = type(value)
         by_itself = issubclass(kind, (torch.Tensor, np.ndarray, nn.Module, *_BYTES)) or generators.is_generator(value)
+        if issubclass(kind, io.IOBase) and not name.isidentifier():
+            continue  # a dataset may look for each sample in its file
         if name not in marks and (is_own or (_is_iterator(kind) if is_part else by_itself)):
             with contextlib.suppress(Exception):  # an object of the script may raise anything
                 if (mark := _print(value, held, _mark)) is not None:
@@ -449,7 +451,7 @@ def _globals_of(function: types.FunctionType) -> list[tuple[str, Any]]:
     """Returns the global variables that a function of a module of the script reads, by the module's name."""
     module, space = function.__module__, function.__globals__
     if module == "__main__" or not is_of_script(root_of(function)):
-        return []  # `_frames` has those of the running functions
+        return []  # `frames` has those of the running functions
     names = {name for code in codes_of(function.__code__) for name in code.co_names}
     return [(f"{module}.{name}", space[name]) for name in sorted(names & space.keys())]
 
@@ -505,7 +507,7 @@ def _print(value: Any, held: set[int | None], leaf: Callable[[Any], Any], depth:
         return [kind.__name__, zlib.crc32(buffer[:: _stride(buffer.size)].tobytes())]
     if _is_iterator(kind):
         if issubclass(kind, io.IOBase):  # what a script writes is no state
-            return os.lseek(value.fileno(), 0, os.SEEK_CUR) if value.readable() and not value.writable() else None
+            return _position_in(value) if value.readable() and not value.writable() else None
         return None if _has_ended(value) else _position(value)
     if not depth or not issubclass(kind, (dict, set, frozenset, *_SEQUENCES)):
         return None
@@ -531,6 +533,12 @@ def _position(iterator: Any) -> Any:
     left = getattr(iterator, "_num_yielded", None)  # of torch's loaders, whose length hint is their whole length
     left = operator.length_hint(iterator, -1) if left is None else left
     return _ITERATOR if left < 0 else left
+
+
+def _position_in(file: Any) -> int:
+    with contextlib.suppress(OSError):
+        return int(file.tell())
+    return os.lseek(file.fileno(), 0, os.SEEK_CUR)  # about: a loop over the lines of a text reads ahead
 
 
 def _is_compared(tensor: torch.Tensor, held: set[int | None]) -> bool:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict, deque
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from lockstep.training.run.bytecode import frames
 from lockstep.training.run.variables import _contents, _print
 
 NUMBERS = list(range(100_000))
@@ -44,3 +47,19 @@ def test_a_file_is_not_read(tmp_path: Path) -> None:
     for value in (data, data[3:], np.asarray(data).reshape(2, 5)):
         assert _print(value, set(), _contents) is None
     assert _print(np.array(data), set(), _contents) is not None
+
+
+def test_a_look_keeps_no_variable_and_empties_no_dictionary() -> None:
+    """Before Python 3.13 a frame keeps the copy of its variables, and `locals()` returns the same copy."""
+
+    def script(with_locals: bool) -> None:
+        mine = locals() if with_locals else {"with_locals": False}
+        big = torch.zeros(1)
+        alive = weakref.ref(big)
+        looks = [*frames()]
+        assert "big" in looks[0]
+        del big, looks
+        assert mine["with_locals"] is with_locals and (with_locals or alive() is None)
+
+    script(False)
+    script(True)
