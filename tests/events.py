@@ -49,7 +49,9 @@ def assert_adds_up(run_dir: Path, began: float | None = None) -> None:
     account = product.goodput(run_dir)
     seconds = account.seconds
     assert sum(seconds.values()) == pytest.approx(account.wall, rel=0.001), seconds
-    assert all(value >= 0 for value in seconds.values()) and seconds["unknown"] <= 0.02 * account.wall, seconds
+    # A rank 0 that is lost takes the time since its last line with it: 0.2 s.
+    assert all(value >= 0 for value in seconds.values()), seconds
+    assert seconds["unknown"] <= max(0.02 * account.wall, 0.3), seconds
     if began is not None:
         outside = (run_dir / "time.jsonl").stat().st_mtime - began
         assert 0.99 * outside - STARTED_SECONDS <= account.wall <= outside + 0.1, (outside, seconds)

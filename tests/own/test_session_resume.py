@@ -105,7 +105,7 @@ with Session(sys.argv[1]) as run:
 
 
 AGAIN = """
-import hashlib, os, signal, sys, torch
+import hashlib, os, signal, sys, time, torch
 from lockstep import Session
 class Tempered:
     def __init__(self):
@@ -146,8 +146,9 @@ def start(name, steps, ends=-1, every=0):
                 torch._foreach_mul_([p.data for p in net[2].parameters()], 0.5)
             if epoch == ends:
                 os.kill(os.getpid(), signal.SIGTERM)
-                for _ in range(2000):  # a thread takes the signal
+                for _ in range(1000):  # a thread takes the signal
                     run.boundary()
+                    time.sleep(0.001)
             if epoch == 2:
                 net[1].eval()
                 for parameter in net[2].parameters():
