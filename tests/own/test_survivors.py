@@ -179,7 +179,8 @@ def check(tmp_path: Path, seed: int, kind: str, replaced: bool = False, losses: 
         assert ended.code == 0 or "others have ended" in ended.output, report
         assert status_of(run_dir)["code"] == 0, report
         assert_none_inside(tmp_path)
-        assert_adds_up(run_dir)
+        # A rank 0 that is lost takes the time since its last line with it, until another rank is 0: 0.2 s or more, of a run of 3 s.
+        assert_adds_up(run_dir, unknown=0.15)
     assert hashes(run_dir) == expected, report  # each step once, in order, with these weights
     assert weights_digest(run_dir) == expected[-1][1], report
     events = readable(run_dir)
