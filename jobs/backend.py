@@ -505,20 +505,23 @@ class Cluster(Backend):
             raise UserError(f"shards {spec.shards} is not on a volume: add one to volumes")
         return own
 
-    def prepare(self, spec: JobSpec, anew: bool = False) -> SubmitResult:
-        """Submits the job that writes the shards, unless an equal job has succeeded. Raises `UserError`.
+    def has_shards(self, spec: JobSpec) -> bool | None:  # noqa: ARG002 - for a backend that sees the folder
+        """Returns whether the recipe's shards are written; None: they cannot be seen from here."""
+        return None
 
-        Args:
-            anew: submit it also after such a job: the shards are gone.
-        """
-        own = self.prepared(self.preparation(spec)).spec
+    def prepare(self, spec: JobSpec) -> SubmitResult:
+        """Submits the job that writes the shards. Without sight of them, not after an equal job that succeeded. Raises `UserError`."""
+        own, written = self.preparation(spec), self.has_shards(spec)
+        if written:
+            return SubmitResult(own.name, False, f"the shards are in {spec.shard_folder}")
+        own = self.prepared(own).spec
         known = self.find(own.name)
         if known is not None:
             if not prepares(known.plain.get("command")):
                 raise UserError(
                     f"`lockstep prepare` uses the name {own.name}, and another job has it: remove that job, or rename this one"
                 )
-            if not anew and known.spec.same_job(own, self.name) and self.observe(known).state == "succeeded":
+            if written is None and known.spec.same_job(own, self.name) and self.observe(known).state == "succeeded":
                 note(
                     f"{own.name} has written the shards ({known.where}): to write others, rename the job, or change its `shards`"
                 )

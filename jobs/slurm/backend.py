@@ -130,12 +130,8 @@ class SlurmBackend(Cluster):
         (_, first), *_ = submission.send(self.folder, sent["script"], submissions).items()
         return SubmitResult(whole.name, True, _where(first))
 
-    def prepare(self, spec: JobSpec, anew: bool = False) -> SubmitResult:  # noqa: ARG002 - it sees a folder of shards
-        """Submits the job that writes the shards. Jobs that are submitted meanwhile wait for it. Raises `UserError`."""
-        own = self.preparation(spec)
-        if not spec.shards_in_a_bucket and not spec.shards_missing_here:
-            return SubmitResult(own.name, False, f"the shards are in {spec.shard_folder}")
-        return super().prepare(spec, anew=not spec.shards_in_a_bucket)
+    def has_shards(self, spec: JobSpec) -> bool | None:
+        return None if spec.shards_in_a_bucket else not spec.shards_missing_here
 
     def _preparation(self, spec: JobSpec) -> str | None:
         """Returns the id of a job under way that prepares this job's shards; None if there is none."""
