@@ -59,8 +59,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.add_argument("--fresh-once", metavar="WORD", help="start over unless the run was started with this WORD; for jobs, which "
                      "may be started again with the same words")  # fmt: skip
-    run.add_argument("--log-format", action="append", type="log.format={}".format, dest="assignments", metavar="FORMAT",
-                     help="table for people (the default), json for clusters")  # fmt: skip
     run.set_defaults(action=_run)
 
     shard = commands.add_parser("shard", help=COMMANDS["shard"])

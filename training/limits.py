@@ -131,6 +131,8 @@ STOPPED_SECONDS = 1.0
 """A look that takes longer means that this process was stopped (SIGSTOP, a suspended machine)."""
 POLL_SECONDS = 0.02
 """Time between two looks of a launcher at its ranks: the others wait for a lost rank meanwhile."""
+GRACE_SECONDS = 60.0
+"""Time between a signal to end and the kill, unless a setting says otherwise: a checkpoint is written in it."""
 KILL_SECONDS = 30.0
 """Bounds the end of killed ranks: one that waits for a device may not end."""
 STOP_SECONDS = 30

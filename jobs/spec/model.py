@@ -145,6 +145,8 @@ class JobSpec(Section):
             raise ValueError("shards belong to a recipe: a command takes the folder as its own argument")
         if self.gpus and self.ranks_per_node is not None and self.ranks_per_node > self.gpus:
             raise ValueError(f"ranks_per_node {self.ranks_per_node} is above gpus {self.gpus}: one rank a GPU at most")
+        if {"preempt.grace_seconds", "grace_seconds"} & set(self.overrides):
+            raise ValueError("the backend kills after the job's grace_seconds: set it in place of the override")
         both = sorted(set(self.env) & set(self.secrets))
         if both:
             raise ValueError(f"{both[0]} is in env and in secrets: keep one")
@@ -458,19 +460,18 @@ def rank_command(spec: JobSpec, run_dir: str, here: str = IN_A_CONTAINER) -> lis
     if spec.code is not None and config is not None and not Path(config.data.root).is_absolute():
         values.append(f"data.root={Path(here) / config.data.root}")
     fresh = ["--fresh-once", spec.fresh] if spec.fresh is not None else []
-    return ["run", spec.recipe, "--run-dir", run_dir, *fresh, "--log-format", "json", "--set", *values]
+    return ["run", spec.recipe, "--run-dir", run_dir, *fresh, "--set", *values]
 
 
 def session_options(spec: JobSpec, run_dir: str) -> str:
     """Returns the options that the `Session` of the user's own program takes from the job: the same as a recipe's words."""
     asked = bool(spec.overrides) or spec.fresh is not None
-    given = ("log.format=json", *_settings(spec), *_device(spec))
+    given = (*_settings(spec), *_device(spec))
     return SessionOptions(run_dir, given, spec.fresh or "", asked).text()
 
 
 def _settings(spec: JobSpec) -> list[str]:
-    graced = set(spec.overrides) & {"preempt.grace_seconds", "grace_seconds"}
-    return spec.assignments() + ([] if graced else [f"preempt.grace_seconds={spec.grace_seconds}"])
+    return ["log.format=json", *spec.assignments(), f"preempt.grace_seconds={spec.grace_seconds}"]
 
 
 def _device(spec: JobSpec) -> list[str]:

@@ -47,6 +47,8 @@ class RunInfo:
     attempt: int
     ends: bool
     """Whether the watcher kills a rank that hangs, so that it is a lost rank like any other."""
+    grace: float
+    """Seconds that the run asks for between a signal and its end."""
 
 
 class Progress:

@@ -40,13 +40,13 @@ SPECS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", [*SPECS, "array"])
 def test_golden(name: str) -> None:
-    """`WRITE_GOLDEN=1` rewrites the files: review the diff. The array waits for a preparation."""
+    """`GOLDEN=write pytest` rewrites the files: read the diff before you commit it. The array waits for a preparation."""
     spec, path = JobSpec.of(SPECS.get(name, BIG)), GOLDEN / f"{name}.sh"
     texts = [
         product.slurm_script(spec, FOLDER, "4711" if name == "array" else None, 6 if name == "array" else 1)
         for _ in "12"
     ]
-    if os.environ.get("WRITE_GOLDEN"):
+    if os.environ.get("GOLDEN") == "write":
         path.write_text(texts[0])
     assert texts == [path.read_text()] * 2
     check = subprocess.run(["bash", "-n"], input=texts[0], text=True, capture_output=True, timeout=30)

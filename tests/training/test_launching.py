@@ -77,7 +77,7 @@ def test_a_full_disk_below_what_it_prints_costs_no_training(tiny: list[str], tmp
 def test_the_summary_and_the_events_agree_and_a_run_that_has_not_learned_is_reported(
     tiny: list[str], tmp_path: Path
 ) -> None:
-    done = training("run", "smoke", "--run-dir", str(tmp_path / "run"), "--log-format", "json", "--set", *tiny)
+    done = training("run", "smoke", "--run-dir", str(tmp_path / "run"), "--set", *tiny, "log.format=json")
     written, summary = events(tmp_path / "run"), summary_of(tmp_path / "run")
     printed = [json.loads(line) for line in done.output.splitlines()]
     assert [line for line in printed if line["event"] != "status"] == written

@@ -21,6 +21,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, FiniteFloat, JsonVa
 from typing_extensions import Self, TypedDict
 
 from ..contract import BUCKET_URL, UserError
+from ..limits import GRACE_SECONDS
 from . import settings
 from .settings import Section, shown
 
@@ -227,7 +228,7 @@ class Checkpoint(Section):
 class Preempt(Section):
     signals: Free[Items[Signal]] = Field(default_factory=lambda: list(typing.get_args(Signal)))
     """Signals after which the run saves a checkpoint and ends with exit code 75."""
-    grace_seconds: Free[Number] = Field(default=60.0, ge=1)
+    grace_seconds: Free[Number] = Field(default=GRACE_SECONDS, ge=1)
     """Seconds between such a signal and the end. No rank waits longer for the checkpoint."""
 
 
@@ -421,7 +422,9 @@ def load(recipe: str, assignments: list[str] | None = None) -> Config:
         path, name = Path(recipe), Path(recipe).stem
     else:
         hint = settings.nearest(recipe, recipes())
-        raise UserError(f"unknown recipe {recipe!r}{hint} (the name of your own file must end in .yaml)")
+        raise UserError(
+            f"unknown recipe {recipe!r}{hint} (your own file of settings ends in .yaml; your program goes after --)"
+        )
     values = settings.read_yaml(path)
     changed = settings.override(values, Config, assignments or [])
     for chosen, other in (("batch_size", "global_batch_size"), ("global_batch_size", "batch_size")):

@@ -42,7 +42,7 @@ from ..contract import (
     UserError,
     to_stderr,
 )  # fmt: skip
-from ..limits import LOST_LIVE_SECONDS, LOST_SECONDS
+from ..limits import GRACE_SECONDS, LOST_LIVE_SECONDS, LOST_SECONDS
 from ..parallel import stores
 from ..parallel.cores import cores
 from . import exec_rank
@@ -158,9 +158,8 @@ def _parse(argv: list[str], env: Mapping[str, str]) -> argparse.Namespace:
                         help="how long to wait for the other nodes (default 600)")  # fmt: skip
     parser.add_argument("--linger", type=count, default="0", metavar="SECONDS",
                         help="seconds to stay after rank 0's node; for clusters that end a job with its first node")  # fmt: skip
-    parser.add_argument(
-        "--grace", type=positive, default=60, help="seconds that the ranks have after a signal, before they are killed"
-    )
+    parser.add_argument("--grace", type=positive, metavar="SECONDS",
+                        help=f"seconds between a signal and the kill (default {GRACE_SECONDS:g}, or more if the run asks)")  # fmt: skip
     parser.add_argument("--live", action="store_true",
                         help="if a rank or a node is lost, the others continue (sync.name=exact)")  # fmt: skip
     parser.add_argument("--min-ranks", type=positive, metavar="N",

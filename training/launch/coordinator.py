@@ -372,7 +372,7 @@ class Coordinator(WorkerGroup):
         if not saving:
             self.workers.terminate()
         self._announce(over=True)
-        deadline = time.monotonic() + (self.args.grace if saving else STOP_SECONDS)
+        deadline = time.monotonic() + (self._look_for_grace() if saving else STOP_SECONDS)
         while self.workers.running or not self._nodes.idle:
             look()
             if time.monotonic() > deadline:
@@ -397,7 +397,7 @@ class Coordinator(WorkerGroup):
             self.signalled = self.held.ending(codes.values())  # one that no rank has used for itself
         overdue = {rank for rank in self._overdue if codes.get(rank) == -signal.SIGKILL}
         others = {rank: code for rank, code in codes.items() if rank not in overdue and rank not in self._with_nodes}
-        grace = f"the launcher killed rank {named(sorted(overdue))}: the grace of {self.args.grace} s was over"
+        grace = f"the launcher killed rank {named(sorted(overdue))}: the grace of {self.grace:g} s was over"
         with_nodes = sorted({self._with_nodes[rank] for rank in codes if rank in self._with_nodes})
         ours = self.args.ours
         self._reasons = [grace] * bool(overdue) + with_nodes + deaths(others, self.signalled, failed, ours)

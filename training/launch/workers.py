@@ -25,6 +25,7 @@ from typing import Any, NoReturn, TextIO
 import filelock
 
 from lockstep.wire.hangs import Hangs
+from lockstep.wire.progress import seen
 from lockstep.wire.signals import FORWARDED, PendingSignals
 
 from .. import files
@@ -42,7 +43,7 @@ from ..contract import (
     STATUS_FILE,
     to_stderr,
 )
-from ..limits import KILL_SECONDS, OUTPUT_LOOK_SECONDS, OUTPUT_SECONDS, POLL_SECONDS
+from ..limits import GRACE_SECONDS, KILL_SECONDS, OUTPUT_LOOK_SECONDS, OUTPUT_SECONDS, POLL_SECONDS
 from .ending import Attempts, too_early
 from .nodes import DesiredState, Meeting, NodeSlot, WorkerId, size
 
@@ -222,6 +223,8 @@ class WorkerGroup:
         self.workers = Workers(args.command, prefix=args.prefix, blocked=args.ours)
         self.signalled: int | None = None
         self.timed_out = False
+        self.grace: float = args.grace or GRACE_SECONDS
+        """Seconds that the ranks have after a signal (`_look_for_grace`)."""
         self.held = PendingSignals()
         """Signals for ranks that are starting."""
         self._waits = False
@@ -240,7 +243,7 @@ class WorkerGroup:
         os.environ[ENV_RESTARTS] = str(self.starts)
         self.has_begun = True
         self.starts += 1
-        earlier, self.held = self.held, PendingSignals(self.args.grace)  # from here on it takes what comes
+        earlier, self.held = self.held, PendingSignals(self.grace)  # from here on it takes what comes
         self.held.inherit(earlier)
 
     def _match(self, state: DesiredState, slot: NodeSlot) -> None:
@@ -294,8 +297,16 @@ class WorkerGroup:
         """Begins the grace period of the ranks, at the first signal."""
         if self.signalled is None:
             signal.signal(signal.SIGALRM, self._kill)
-            signal.setitimer(signal.ITIMER_REAL, self.args.grace)
+            signal.setitimer(signal.ITIMER_REAL, self._look_for_grace())
         self.signalled = number
+
+    def _look_for_grace(self) -> float:
+        """Returns `grace`, which becomes that of the run here if this is longer and the flag does not say otherwise."""
+        folder = Path(os.environ[ENV_NOTE]).parent
+        shown = [seen(folder, worker.rank) for worker in self.workers.running]
+        if self.args.grace is None:
+            self.grace = max([self.grace, *(rank.about.grace for rank in shown if rank is not None)])
+        return self.grace
 
     def _ends(self, number: int) -> bool:
         """Returns whether ranks end at this signal: the effect of USR1 on a user's program is unknown."""

@@ -96,7 +96,7 @@ class Attempt:
         self.consensus = Consensus(run.world, run.signals)
         about = RunInfo(
             os.path.abspath(run.path), 0 if os.environ.get(contract.ENV_LIVE) else run.world.size, run.attempt,
-            run.config.end_hangs,
+            run.config.end_hangs, run.config.preempt.grace_seconds,
         )  # fmt: skip
         self.progress = Progress(run.world.initial_rank, about, os.environ)
         self.slow = SlowRank(run.world, self._tell_slow_rank)

@@ -15,7 +15,7 @@
 #SBATCH --time=120
 
 # setup
-# each task: ["run", "bag_of_tricks", "--run-dir", "/shared/runs/big", "--log-format", "json", "--set", "preempt.grace_seconds=60", "data.shards=/shared/shards/cifar10", "device=cuda"]
+# each task: ["run", "bag_of_tricks", "--run-dir", "/shared/runs/big", "--set", "log.format=json", "preempt.grace_seconds=60", "data.shards=/shared/shards/cifar10", "device=cuda"]
 [ -O /shared/lockstep/slurm/big/submitit ] && [[ "$(stat -c %a /shared/lockstep/slurm/big/submitit)" == *00 ]] || { echo "/shared/lockstep/slurm/big/submitit is not mine alone"; exit 2; }
 lockstep_restarts=${SLURM_RESTART_COUNT:-0}
 lockstep_job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}

@@ -19,7 +19,7 @@ import sys, time
 from pathlib import Path
 from lockstep.wire.progress import RunInfo, Progress
 folder, number = Path(sys.argv[1]), int(sys.argv[2])
-progress = Progress(number, RunInfo(str(folder), 2, 1, False), {"LOCKSTEP_NOTE": str(folder / "note")})
+progress = Progress(number, RunInfo(str(folder), 2, 1, False, 60.0), {"LOCKSTEP_NOTE": str(folder / "note")})
 progress.alive(1, 1)
 exec(compile("def wait(): time.sleep(600)", str(folder / "torch/distributed/collective.py"), "exec"))
 while number or not (folder / "meet").exists():
@@ -71,7 +71,9 @@ def test_ranks_that_all_do_something_else_do_not_hang_until_one_waits_for_anothe
 def test_what_one_of_several_sessions_gets_done_counts_for_the_process(tmp_path: Path) -> None:
     """Sessions take turns: a session that waits for its turn does not hang. The newest session answers."""
     environment = {"LOCKSTEP_NOTE": str(tmp_path / "note")}
-    first, second = (Progress(0, RunInfo(str(tmp_path / name), 2, 1, False), environment) for name in ("one", "two"))
+    first, second = (
+        Progress(0, RunInfo(str(tmp_path / name), 2, 1, False, 60.0), environment) for name in ("one", "two")
+    )
     try:
         before = progress.seen(tmp_path, 0)
         first.alive(5, 5)

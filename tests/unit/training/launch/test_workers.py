@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import os
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 
-from lockstep.training.contract import say
-from lockstep.training.launch.workers import Output
+from lockstep.training.contract import ENV_NOTE, say
+from lockstep.training.launch.ending import Attempts
+from lockstep.training.launch.nodes import Meeting, WorkerId
+from lockstep.training.launch.workers import Output, WorkerGroup
+from lockstep.wire.hangs import Hangs
+from lockstep.wire.progress import Progress, RunInfo
 from tests.ranks import training
 
 pytestmark = pytest.mark.promise("restarts")
@@ -71,3 +77,21 @@ def test_a_name_moves_no_cursor(capsys: pytest.CaptureFixture[str]) -> None:
     say("loss of \x1b[2J is not finite")
     output = capsys.readouterr().out + training("evaluate", "none\x1b[2J").output
     assert "\x1b" not in output and output.count("\\x1b[2J") == 2
+
+
+@pytest.mark.parametrize(("flag", "grace"), [(None, 100.0), (5, 5)])
+def test_the_ranks_have_as_long_as_their_run_asks_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flag: int | None, grace: float
+) -> None:
+    """A script sets its grace. The launcher, which has no flag for it, waits as long before it kills."""
+    environment = {ENV_NOTE: str(tmp_path / "note")}
+    monkeypatch.setitem(os.environ, ENV_NOTE, environment[ENV_NOTE])
+    shown = Progress(0, RunInfo(str(tmp_path), 1, 1, ends=False, grace=100.0), environment)
+    args = argparse.Namespace(grace=flag, command=["sleep", "600"], prefix=False, ours=False)
+    group = WorkerGroup(args, Meeting("", "", "", "", 1, 0, host=True), Attempts(None, 0), Hangs(tmp_path))
+    try:
+        group.workers.match([WorkerId(0, 0)], 0, {"PATH": os.defpath})
+        assert group._look_for_grace() == grace
+    finally:
+        group.workers.kill(group.workers.running)
+        shown.close()
