@@ -195,7 +195,7 @@ def cluster(name: str, command: str) -> type[Cluster]:
 
     kind = backend_of(name)
     if not issubclass(kind, Cluster):
-        raise UserError(f"{command} knows k8s, slurm and compose, got {name!r}")
+        raise UserError(f"{command} is for k8s, slurm and compose, got {name}: a job on this machine needs none")
     return kind
 
 
@@ -277,7 +277,7 @@ def submit(
         str | None, typer.Option("--run-dir", help="Run directory; a run that is there is resumed.")
     ] = None,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Start over; an earlier run in the directory is renamed, not deleted.")
+        bool, typer.Option("--fresh", help="Start over, with --replace; an earlier run is renamed, not deleted.")
     ] = False,
     wait: Annotated[
         float | None, typer.Option(help="Wait until the job has ended, at most this many seconds.", min=0)
@@ -423,9 +423,10 @@ def wait(
     report(name, opened.wait(name, timeout, progress_printer(name)), as_json, waited=True)
 
 
-def cancel(backend: Backend, name: Name, place: ClusterOptions, as_json: Json = False) -> None:
+def cancel(backend: Backend, name: NameOrFile, place: ClusterOptions, as_json: Json = False) -> None:
     """End a job. It gets the grace period to save its state."""
-    status = place.open(backend, name).cancel(name)
+    opened, name = place.job(backend, name)
+    status = opened.cancel(name)
     answer(as_json, {"name": name, **status.plain()}, [status.line(name)])
 
 

@@ -59,7 +59,7 @@ def run(
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Change a setting.")
     ] = None,
     fresh: Annotated[
-        bool, typer.Option(help="Start over; an earlier run in the directory is renamed, not deleted.")
+        bool, typer.Option("--fresh", help="Start over; an earlier run in the directory is renamed, not deleted.")
     ] = False,
     max_restarts: Annotated[int, typer.Option(help="Restarts after a failure.", min=0)] = 0,
     live: Annotated[
@@ -71,12 +71,15 @@ def run(
     settings = list(assignments or [])
     own = "--" in sys.argv
     if not own and program:
-        raise UserError(f"one recipe, got {recipe} and {program[0]}: your own program goes after --")
+        mend = f"write --set {program[0]}" if "=" in program[0] else "your own program goes after --"
+        raise UserError(f"one recipe, got {recipe} and {program[0]}: {mend}")
     words = _program(recipe, program or [], run_dir, settings, fresh) if own else ["run", recipe]
     if not own:
         from lockstep.training import config as configuration
 
-        configuration.load(recipe, settings)  # a typing error costs no start-up
+        config = configuration.load(recipe, settings)  # a typing error costs no start-up
+        if live and config.sync.name != "exact":
+            raise UserError(f"--live needs --set sync.name=exact, and the recipe has {config.sync.name}")
         words += ["--run-dir", str(run_dir)] if run_dir else []
         words += ["--fresh"] if fresh else []
         words += ["--set", *settings] if settings else []

@@ -231,8 +231,8 @@ def test_what_cannot_be_taken_again_is_one_restart_with_a_reason(
 @pytest.mark.parametrize(
     ("kind", "word", "why"),
     [
-        ("part", "sync.name=flat", "launch --live needs sync.name=exact, under which any ranks compute the same, and this run has flat"),
-        ("of_rank", "seed=0", "launch --live cannot continue without a lost rank's state, and keep_of_rank() has loader"),
+        ("part", "sync.name=flat", "--live needs sync.name=exact, under which any ranks compute the same, and this run has flat"),
+        ("of_rank", "seed=0", "--live cannot continue without a lost rank's state, and keep_of_rank() has loader"),
     ],
 )  # fmt: skip
 def test_a_run_that_could_not_continue_is_refused(kind: str, word: str, why: str, tmp_path: Path) -> None:
@@ -330,7 +330,7 @@ KINDS = ("net", "float16", "gan", "net", "part")
 
 
 @pytest.mark.promise("survivors")
-@pytest.mark.parametrize("seed", [0, 2, 4])
+@pytest.mark.parametrize("seed", [0, 1, 4])
 def test_any_rank_may_be_lost_at_any_moment(seed: int, tmp_path: Path) -> None:
     require(hasattr(os, "pidfd_open"), "needs Linux")
     check(tmp_path, seed, KINDS[seed % 5])
@@ -350,6 +350,6 @@ def test_two_hundred_losses(seed: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("seed", [1, 3, *range(10, 70)])
+@pytest.mark.parametrize("seed", [2, 3, *range(10, 70)])
 def test_many_seeds(seed: int, tmp_path: Path) -> None:
     check(tmp_path, seed, KINDS[seed % 5], replaced=seed % 4 == 3)

@@ -76,14 +76,14 @@ def check_live(sync: GradientSync, of_rank: Mapping[str, Any]) -> None:
         return
     if sync.batch_parts is None:
         raise UserError(
-            f"launch --live needs sync.name=exact, under which any ranks compute the same, and this run has {sync.settings.name}: set it, "
+            f"--live needs sync.name=exact, under which any ranks compute the same, and this run has {sync.settings.name}: set it, "
             "or leave out --live"
         )
     if not Path("/proc/self/fd").is_dir():
-        raise UserError("launch --live needs Linux, which shows a process its connections: leave out --live")
+        raise UserError("--live needs Linux, which shows a process its connections: leave out --live")
     if of_rank:
         raise UserError(
-            f"launch --live cannot continue without a lost rank's state, and keep_of_rank() has {next(iter(of_rank))}: leave out --live"
+            f"--live cannot continue without a lost rank's state, and keep_of_rank() has {next(iter(of_rank))}: leave out --live"
         )
 
 
