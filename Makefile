@@ -58,7 +58,7 @@ train: $(TRAIN) ## train RECIPE (smoke) on RANKS (a GPU each, else 2) processes,
 test: $(READY) ## unit tests, and real runs on 2 and 3 ranks; SUITE=slurm (k8s, faults, …; SUITE=list) for the others
 	@$(RUN) -m tests $(SUITE)
 
-test-nightly: $(READY) ## the long forms: GPU rehearsal, 50 random scenarios, benchmarks' programs, images (hours)
+test-nightly: $(READY) ## the long forms: GPU rehearsal, 50 random scenarios, benchmarks' programs (hours)
 	@$(RUN) -m tests nightly
 
 test-gpu: $(READY) ## what this machine's GPUs can do: a table, and whole runs on them; DATA= with CIFAR-10

@@ -150,9 +150,10 @@ def tell(line: str) -> None:
 
 
 def configuration(ranks: int) -> str:
-    """prometheus.yml with one line a local rank."""
+    """Prometheus' settings with one line a local rank, for a short run."""
     lines = []
-    for line in (HERE / "prometheus.yml").read_text().splitlines():
+    settings = (HERE.parent / "deploy/observability/prometheus/compose.yaml").read_text()
+    for line in re.sub("[0-9]+s", "1s", settings).splitlines():
         match = re.search(r"port: (\d+)", line)
         if match and int(match[1]) == 9470:
             lines += [line.split(" #")[0].replace("9470", str(9470 + rank)) for rank in range(ranks)]

@@ -52,11 +52,6 @@ SUITES = {
         "the wheel and the sdist, installed, and a new project", SCOPES + "tests/packaging -rs", "a package index"
     ),
     "docs": Suite("whether the site names everything", "-q tests/docs", "make docs"),
-    "gpu-rehearsal": Suite(
-        "the GPU path over a stand-in for CUDA and NCCL: its main cases",
-        "-n WORKERS -m smoke tests/gpu_rehearsal",
-        "g++, torch's CUDA build",
-    ),
     "gpu": Suite(
         "runs that are recorded, killed and hung up on this machine's GPUs", "tests/gpu -rs --device cuda", "a GPU"
     ),

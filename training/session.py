@@ -52,7 +52,7 @@ class Session(Reporting):
         fresh: renames an earlier run in `run_dir` first, and starts over.
         handle_signals: False if the script handles TERM, USR1, USR2, INT and HUP itself.
         settings: settings by name, e.g. `seed=3`, `sync="flat"`, `checkpoint={"every_steps": 100}`
-            (docs/own-training.md lists them).
+            (docs/reference/session-settings.md lists them).
 
     Examples:
         >>> with Session("runs/mine", sync="flat") as run:

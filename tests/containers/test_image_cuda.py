@@ -1,4 +1,4 @@
-"""The CUDA image. The tests run on demand (`make test-image-cuda`), because a build moves gigabytes.
+"""The CUDA image. The tests run on demand (`make test SUITE=cuda-image`), because a build moves gigabytes.
 
 There is no GPU here: the image builds, has the right content, and trains on the CPU.
 """

@@ -41,7 +41,7 @@ PARTS = 8
 FIRST, *OTHERS = CASES
 
 
-@pytest.mark.parametrize("name", [pytest.param(FIRST, marks=pytest.mark.smoke), *OTHERS])
+@pytest.mark.parametrize("name", [FIRST, *OTHERS])
 def test_a_recorded_run_ends_in_the_bits_of_the_eager_one(tmp_path: Path, data_root: Path, name: str) -> None:
     ranks, changes = CASES[name]
     options: dict[str, object] = {"ranks": ranks}

@@ -93,7 +93,7 @@ def _words(folder: Path, data_root: Path, **changes: object) -> list[str]:
     return ["run", "smoke", "--run-dir", str(folder / "run"), *settings(data_root, **values)]
 
 
-@pytest.mark.parametrize("capture", [pytest.param("never", marks=pytest.mark.smoke), "auto"])
+@pytest.mark.parametrize("capture", ["never", "auto"])
 def test_killed_and_run_again_it_ends_in_the_same_bits(tmp_path: Path, data_root: Path, capture: str) -> None:
     """Eager steps have dropout, too, which draws from the GPU's generator. What `auto` stands for is decided once."""
     calm, dying = ("tests.nets:NormedConv", "Dying") if capture == "never" else ("tests.nets:SmallConv", "DyingPlain")
@@ -125,7 +125,6 @@ def test_the_others_continue_without_a_lost_rank(tmp_path: Path, data_root: Path
     assert differing(saved(tmp_path / "run"), on_cpu(**changes)) == []
 
 
-@pytest.mark.smoke
 def test_the_launcher_starts_a_rank_a_gpu(tmp_path: Path, data_root: Path, on_cpu: OnCpu) -> None:
     """Every process from a shell."""
     words = ["run", "smoke", "--run-dir", str(tmp_path / "run"), *settings(data_root)]

@@ -52,12 +52,7 @@ def changes_of(strategy: str) -> dict[str, object]:
     }
 
 
-SMOKE = ("flat", "ddp")
-
-
-@pytest.mark.parametrize(
-    "strategy", [pytest.param(name, marks=[pytest.mark.smoke] if name in SMOKE else []) for name in STRATEGIES]
-)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_two_gpus_compute_what_two_cpus_do(tmp_path: Path, data_root: Path, on_cpu: OnCpu, strategy: str) -> None:
     gang, actual = trained(tmp_path, data_root, **changes_of(strategy))
     assert differing(actual, on_cpu(**changes_of(strategy))) == []

@@ -48,11 +48,12 @@ def test_killed_and_run_again(
 
 
 @pytest.mark.promise("kill-resume")
-def test_every_single_step_can_be_the_last_one(undisturbed: Undisturbed, data_root: Path, tmp_path: Path) -> None:
-    """A signal in the first pass of each start: saved after that one step. Past the ends of two epochs of eight."""
-    job = Job(tmp_path / "run", data_root, 1)
-    for step in range(1, 18):
-        left = job.go(LOCKSTEP_TEST_FATE="0:1:TERM")
+def test_any_step_of_an_epoch_can_be_the_last_one(undisturbed: Undisturbed, data_root: Path, tmp_path: Path) -> None:
+    """A signal at the first and the last steps of three epochs of eight steps: saved after that step."""
+    job, before = Job(tmp_path / "run", data_root, 1), 0
+    for step in (1, 2, 7, 8, 9, 16, 17):
+        left = job.go(LOCKSTEP_TEST_FATE=f"0:{step - before}:TERM")
+        before = step
         assert left.code == 75 and job.steps()[0] == step, left.output
     assert job.go().code == 0 and status_of(job.run_dir)["failures"] == 0
     assert_same(job.run_dir, undisturbed(1))

@@ -12,6 +12,7 @@ The modules in reading order:
     resume.py           the checkpoint that a start resumes from, and whether it fits the script's objects.
     unsaved.py          warnings of state that no checkpoint holds.
     variables.py        the script's variables at a save and at a resume.
+    bytecode.py         what a script's functions and classes read and set.
     evaluation.py       an evaluation that counts every sample once.
     reporting.py        the reports of a script: numbers, events, values of the summary.
     batch_mean.py       the check that a loss is the mean over its samples.
@@ -19,5 +20,4 @@ The modules in reading order:
     proof.py            `sync.name=exact`: the proof that a step's function depends on its samples alone.
     undo.py             undoes the changes of a trial call of a script's function.
     recording.py        steps as CUDA graphs.
-    location.py         a run's directory, or the URL of its bucket.
 """
