@@ -34,8 +34,21 @@ class Parser(argparse.ArgumentParser):
 def add_set(parser: argparse.ArgumentParser, help_text: str) -> None:
     """The option `--set NAME=VALUE …`, which may be given again; its help is `help_text`."""
     parser.add_argument(
-        "--set", nargs="+", action="extend", default=[], metavar="NAME=VALUE", dest="assignments", help=help_text
+        "--set",
+        nargs="+",
+        action="extend",
+        default=[],
+        type=_assignment,
+        metavar="NAME=VALUE",
+        dest="assignments",
+        help=help_text,
     )
+
+
+def _assignment(text: str) -> str:
+    if "=" not in text:
+        raise argparse.ArgumentTypeError(f"takes NAME=VALUE, got {text!r}: what is no setting comes before --set")
+    return text
 
 
 def count(text: str, least: int = 0) -> int:

@@ -155,6 +155,9 @@ def step(run, model, batch, **more):
 LOOP = "m, o = make(run)\n    for _ in run.epochs(1):\n        "
 WRONG = {
     "no replicate": ("run.keep()", "RuntimeError", "replicate(model)"),
+    "an optimizer that is made": (
+        "m = run.replicate(torch.nn.Linear(1, 1)); run.optimizer(torch.optim.SGD(m.parameters(), lr=0.1))",
+        "TypeError", "takes a function that makes the optimizer, got a SGD"),
     "no optimizer": ("run.replicate(torch.nn.Linear(1, 1)); run.keep()", "RuntimeError", "run.optimizer("),
     "a parameter from elsewhere": (
         "run.replicate(torch.nn.Linear(1, 1)); "

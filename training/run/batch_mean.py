@@ -119,7 +119,7 @@ class BatchMean:
         if leaves_out:
             self._run.warn(
                 "the loss leaves samples or tokens out (ignore_index, a mask), weighs classes, or divides a sum by another number than its "
-                "entries, so N ranks minimise another loss than one: take the sum (reduction='sum'), and give this rank's count as a "
+                "entries, so N ranks minimise another loss than 1 rank: take the sum (reduction='sum'), and give this rank's count as a "
                 "tensor, run.step(loss, divisor=(labels != -100).sum()). A choice among the samples, such as the largest losses, sees "
                 "those of this rank alone"
             )
@@ -128,7 +128,7 @@ class BatchMean:
         self._warn_of_own_divisor(inputs)
         if inputs.divisor is None and inputs.samples > 1 and _kind(loss.grad_fn, inputs.samples) == "sum":
             self._run.warn(
-                "the loss is a sum over the samples of this rank, so N ranks minimise another loss than one: take the mean, or give the "
+                "the loss is a sum over the samples of this rank, so N ranks minimise another loss than 1 rank: take the mean, or give the "
                 "divisor of all ranks, run.step(loss, divisor=…)"
             )
         if inputs.divisor is None and parts > 1 and inputs.samples != parts and _is_divided(loss.grad_fn, parts):
@@ -220,7 +220,7 @@ class BatchMean:
         if abs(whole - mean) > near and not is_rounding:
             return (
                 f"the loss of a batch is not the {kind} over its samples: {high - low} samples give {whole:.6g}, and their two halves "
-                f"{mean:.6g}. So N ranks minimise another loss than one. {_advice(inputs, whole, halves, near)}"
+                f"{mean:.6g}. So N ranks minimise another loss than 1 rank. {_advice(inputs, whole, halves, near)}"
             )
         if apart <= tolerance or _is_rounding(gradient, weights, whole):
             return ""

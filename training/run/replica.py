@@ -170,9 +170,15 @@ class Replica:
         """Makes an optimizer over the parameters of `network`, by default of all models. Returns it.
 
         Raises:
+            TypeError: `build` is no function.
             ValueError: the name is taken, or `network` is not replicated.
             UserError: the strategy takes one optimizer.
         """
+        if not callable(build):
+            raise TypeError(
+                f"optimizer() takes a function that makes the optimizer, got a {type(build).__name__}: "
+                "run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))"
+            )
         if name in self.optimizers:
             raise ValueError(f"optimizer({name}) was called twice with this name: give the second one another name")
         if self.optimizers and self.sync.one_optimizer:
