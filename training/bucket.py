@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias, TypeVar
 
 from . import extras, files
-from .contract import BUCKET_URL, EXIT_FAILED, UserError, printable
+from .contract import BUCKET_URL, EXIT_FAILED, EXIT_USAGE, UserError, printable
 
 _PART = 16 << 20
 """Bytes of a request: that bounds the memory, in which an upload has `_AT_ONCE`. An answer has to arrive within the client's time-out:
@@ -160,10 +160,8 @@ def as_user_error(what: str, unreachable: int = EXIT_FAILED) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        away = UserError(f"{what}: {error}")
-        if not isinstance(error, (FileNotFoundError, PermissionError, Damaged)):
-            away.code = unreachable
-        raise away from None
+        reached = isinstance(error, (FileNotFoundError, PermissionError, Damaged))
+        raise UserError(f"{what}: {error}", code=EXIT_USAGE if reached else unreachable) from None
 
 
 def _reason(error: BaseException) -> str:

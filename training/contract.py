@@ -206,13 +206,16 @@ def user_errors() -> Iterator[None]:
 class UserError(Exception):
     """Something that the person who started the run can mend. Ends the process with exit code 2.
 
-    The message is one line: what is wrong, what was expected, what to do. `shared`: every rank has the same error, so only
-    rank 0 prints it.
+    The message is one line: what is wrong, what was expected, what to do.
+
+    Args:
+        code: the exit code of the process.
+        shared: whether every rank has the same error, so that only rank 0 prints it.
     """
 
-    shared = False
-    code = EXIT_USAGE
-    """The exit code of the process."""
+    def __init__(self, message: str, code: int = EXIT_USAGE, shared: bool = False) -> None:
+        super().__init__(message)
+        self.code, self.shared = code, shared
 
     def __str__(self) -> str:
         return printable(super().__str__())

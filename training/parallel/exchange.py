@@ -196,10 +196,7 @@ def raise_together(error: Exception | None, world: World) -> None:
     code = min(code for _, code, _ in failed)  # 0: one is no `UserError`; 1 before 2: another start may help
     if not code:
         raise RuntimeError(message) from error
-    shared = UserError(message)
-    shared.shared = True
-    shared.code = code
-    raise shared from error
+    raise UserError(message, code, shared=True) from error
 
 
 @contextlib.contextmanager
@@ -234,10 +231,9 @@ def waiting_for_all(world: World, what: str, seconds: float) -> Iterator[None]:
         dist.monitored_barrier(group, timeout)
     except RuntimeError as caught:
         over, cause = time.monotonic() - began >= seconds, str(caught).splitlines()[0].partition(" in ")[0]
-        late = UserError(
-            f"not all ranks could {what}{f' within {seconds:.0f} s' if over else ''} ({cause}): check their nodes"
-        )
-        late.code = EXIT_FAILED
-        raise late from error
+        raise UserError(
+            f"not all ranks could {what}{f' within {seconds:.0f} s' if over else ''} ({cause}): check their nodes",
+            code=EXIT_FAILED,
+        ) from error
     dist.destroy_process_group(group)
     raise_together(error, world)

@@ -357,11 +357,10 @@ def _store(world: World, timeout: float) -> dist.Store:
     store.set_timeout(timedelta(seconds=timeout))
     if os.environ.get(ENV_LIVE) and store.check([stores.generation(1)]):
         store.set(stores.AGAIN, "1")
-        lost = UserError(
-            "ranks were lost in an earlier Session of this script, and the next one begins with all of them: all ranks have to start again"
+        raise UserError(
+            "ranks were lost in an earlier Session of this script, and the next one begins with all of them: all ranks have to start again",
+            code=EXIT_FAILED,
         )
-        lost.code = EXIT_FAILED
-        raise lost
     # It outlives the ranks' group, the agent's also their restart. With it stay addresses, and the ranks' reports on their run.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if of_agent else "0"
     return dist.PrefixStore(f"default_pg/{attempt}/{next(_GROUPS)}", store)
