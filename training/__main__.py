@@ -35,6 +35,7 @@ from .contract import (
     EXIT_NO_READER,
     UserError,
     answering,
+    end_process,
     print_error,
     say,
 )  # fmt: skip
@@ -163,10 +164,7 @@ def leave(code: int) -> NoReturn:
     interpreter, the process aborts with 134 after its work is done. That was seen about once in ten starts (torch 2.15).
     """
     atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # a full disk, a reader that left, closed (None)
-            stream.flush()
-    os._exit(code)
+    end_process(code)
 
 
 if __name__ == "__main__":

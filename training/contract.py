@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 VERSION = "0.1.0"
 
@@ -191,6 +191,14 @@ def answering() -> Iterator[None]:
         if cause.errno != errno.EPIPE:
             to_stderr(f"error: the answer could not be written: {cause.strerror}")
         sys.exit(EXIT_NO_READER if cause.errno == errno.EPIPE else EXIT_USAGE)
+
+
+def end_process(code: int) -> NoReturn:
+    """Ends the process with this exit code, from any thread, whatever the other threads wait for."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # a full disk, a reader that left, closed (None)
+            stream.flush()
+    os._exit(code)
 
 
 @contextlib.contextmanager

@@ -13,12 +13,10 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
-from ..contract import EXIT_FAILED
 from ..limits import FORK_LOOK_SECONDS, FORK_SECONDS
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
@@ -39,14 +37,6 @@ def keep_freed() -> bool:
     except (OSError, AttributeError):
         return False
     return bool(mallopt(_M_MMAP_MAX, 0)) and bool(mallopt(_M_TRIM_THRESHOLD, -1))
-
-
-def end_process() -> NoReturn:
-    """Ends the process with exit code 1, from any thread, whatever the other threads wait for."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            stream.flush()
-    os._exit(EXIT_FAILED)
 
 
 def resident_bytes() -> int | None:

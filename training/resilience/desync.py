@@ -27,11 +27,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from ..contract import UserError
+from ..contract import EXIT_FAILED, UserError, end_process
 from ..limits import DESYNC_LOOK_SECONDS, KNOW_SECONDS, RAISED_SECONDS, VERDICT_SECONDS
 from ..parallel import stores
 from ..parallel.exchange import all_reduce
-from ..parallel.process import end_process
 from ..parallel.world import World
 
 _TAG = 4  # of the messages of a sync point
@@ -196,7 +195,7 @@ class DesyncDetector:
         if self._over.is_set():
             return
         self._say(sentence)
-        end_process()  # the thread that waits in a collective cannot be raised in
+        end_process(EXIT_FAILED)  # the thread that waits in a collective cannot be raised in
 
 
 def _parted(behind: int, rank: int, ahead: int, other: int) -> str:
