@@ -142,14 +142,12 @@ def _parse(argv: list[str], env: Mapping[str, str]) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--ranks", default=env.get("PET_NPROC_PER_NODE", "auto"),
                         help="ranks on this node; auto: one per visible GPU, or 2 without a GPU")  # fmt: skip
-    parser.add_argument("--nodes", default=env.get("PET_NNODES", "1"),
-                        help="number of nodes (default 1)")  # fmt: skip
+    parser.add_argument("--nodes", default=env.get("PET_NNODES", "1"), help="number of nodes (default 1)")
     parser.add_argument("--rendezvous", default=_endpoint(env), metavar="HOST:PORT",
                         help="address where the nodes meet; the node of that name serves it")  # fmt: skip
     parser.add_argument("--serve", action=argparse.BooleanOptionalAction, default=_serves(env),
                         help="this node serves the rendezvous (default: the one whose name matches)")  # fmt: skip
-    parser.add_argument("--job-id", default=env.get("PET_RDZV_ID", "lockstep"),
-                        help="the same on all nodes of a job")  # fmt: skip
+    parser.add_argument("--job-id", default=env.get("PET_RDZV_ID", "lockstep"), help="the same on all nodes of a job")
     parser.add_argument("--address", default=node_address(env, socket.gethostname()),
                         help="this node's address as the others see it; default: its host name")  # fmt: skip
     parser.add_argument("--max-restarts", type=count, default=env.get("PET_MAX_RESTARTS", "0"),

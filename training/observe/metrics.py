@@ -237,9 +237,7 @@ class Exporter:
         UserError: LOCKSTEP_METRICS_PORT is not a port.
     """
 
-    def __init__(
-        self, settings: configuration.Metrics, world: World, run_dir: Path, env: Mapping[str, str]
-    ) -> None:  # fmt: skip
+    def __init__(self, settings: configuration.Metrics, world: World, run_dir: Path, env: Mapping[str, str]) -> None:
         self._run_dir = run_dir = run_dir.resolve()
         self.metrics = Metrics(run_dir.name, world.initial_rank, world.device)
         self.enabled, self._world, self._settings = settings.enabled, world, settings

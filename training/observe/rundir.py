@@ -178,9 +178,7 @@ class RunDirectory:
     def checkpoints(self) -> Path:
         return self.path / contract.CHECKPOINTS
 
-    def describe(
-        self, config: RunSettings, world: World, facts: dict[str, Any], threads: str
-    ) -> None:  # fmt: skip
+    def describe(self, config: RunSettings, world: World, facts: dict[str, Any], threads: str) -> None:
         """Writes run.yaml. Raises `UserError` if the directory cannot be written.
 
         Args:

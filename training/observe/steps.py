@@ -467,9 +467,7 @@ class LossReader:
         """Whether the epoch had samples at the last reading. The same on all ranks."""
         return not self._first and self._before[1] > 0
 
-    def start(
-        self, losses: torch.Tensor, names: Sequence[str], norm: torch.Tensor | None, **values: Any
-    ) -> None:  # fmt: skip
+    def start(self, losses: torch.Tensor, names: Sequence[str], norm: torch.Tensor | None, **values: Any) -> None:
         """Starts to read the sums and the norm, with their values after the work that is queued so far. Collective.
 
         Args:
