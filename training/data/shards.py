@@ -10,7 +10,6 @@ samples = Samples.open(manifest, "train")                 # maps its files.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -193,8 +192,6 @@ class Manifest(Section):
 class Samples:
     """The samples of one split, from files that are mapped into memory, not read."""
 
-    starts: list[int]
-    """The first id of each file."""
     files: list[tuple[torch.Tensor, torch.Tensor]]
     """(samples, labels) of each file."""
 
@@ -208,9 +205,7 @@ class Samples:
     @classmethod
     def open(cls, manifest: Manifest, split: str) -> Samples:
         """Opens the files of a split. Raises `UserError` for one that is missing, or not of the manifest's shapes."""
-        shards = manifest.splits[split]
-        starts = [0, *itertools.accumulate(shard.count for shard in shards[:-1])]
-        return cls(starts, [_opened(manifest, shard) for shard in shards])
+        return cls([_opened(manifest, shard) for shard in manifest.splits[split]])
 
     def take(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (samples [b, …], labels [b]) of global ids, gathered on the CPU."""
@@ -218,11 +213,12 @@ class Samples:
         if len(self.files) == 1:
             return first[ids], its_labels[ids]
         images = torch.empty((len(ids), *first.shape[1:]), dtype=first.dtype)
-        labels = torch.empty(len(ids), dtype=torch.int64)
-        for start, (some_images, some_labels) in zip(self.starts, self.files):
+        labels, start = torch.empty(len(ids), dtype=torch.int64), 0
+        for some_images, some_labels in self.files:
             inside = (ids >= start) & (ids < start + len(some_labels))
             images[inside] = some_images[ids[inside] - start]
             labels[inside] = some_labels[ids[inside] - start]
+            start += len(some_labels)
         return images, labels
 
     def all(self) -> tuple[torch.Tensor, torch.Tensor]:
