@@ -219,16 +219,13 @@ class RunDirectory:
         A disk that refuses or hangs does not end the run: one warning reports it. If a kill has cut off the last line, a new line begins.
         """
         entry = {"event": kind, "time": round(time.time(), 3), "attempt": self.attempt, **values}
-        self._append(contract.EVENTS_FILE, entry)
+        self._write(contract.EVENTS_FILE, lambda path: files.append(path, entry))
         for listener in self.listeners:
             listener(entry)
 
     def time(self, line: dict[str, Any], waits: bool) -> None:
         """Appends a line to time.jsonl (`goodput.py`). `waits`: whether to wait until it is written."""
-        self._append(contract.TIME_FILE, line, DISK_SECONDS if waits else 0.0)
-
-    def _append(self, name: str, entry: dict[str, Any], seconds: float = DISK_SECONDS) -> None:
-        self._write(name, lambda path: files.append(path, entry), seconds)
+        self._write(contract.TIME_FILE, lambda path: files.append(path, line), DISK_SECONDS if waits else 0.0)
 
     def status(self, code: int | None, reason: str, step: int) -> None:
         """Replaces status.json, which backends trust above exit codes. `code` None: running."""
