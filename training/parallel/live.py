@@ -409,18 +409,14 @@ class Live:
             return result
 
     def _note_lost(self, members: list[int]) -> dict[int, str]:
-        lost = {}
-        self.lost = {rank: how for rank, how in self.lost.items() if rank not in members}
-        for rank in [rank for rank in self._members if rank not in members]:
-            lost[rank] = self._ended_how(rank)
+        lost = {rank: self._ended_how(rank) for rank in self._members if rank not in members}
         self._members = members
-        self.lost |= lost
+        self.lost = {rank: how for rank, how in self.lost.items() if rank not in members} | lost
         self._gone |= lost
         return lost
 
     def _ended_how(self, rank: int) -> str:
-        key = stores.ended(rank)
-        return stores.said(self._store, key, r"[ -~]+")
+        return stores.said(self._store, stores.ended(rank), r"[ -~]+")
 
     def _join_in_time(self, members: list[int]) -> None:
         """Forms the group in several attempts. Raises `_Superseded`, `RestartRequired`.
