@@ -185,8 +185,8 @@ def opened(wanted: Meeting) -> tuple[SignedStore | None, int]:
     try:
         # Where only the name has matched, another launcher on this machine may serve it.
         with contextlib.suppress(*(() if wanted.host else (OSError, ValueError, RuntimeError))):
-            return _signed(wanted, _tcp_store(wanted, serves=True), 0)
-        return _signed(wanted, _tcp_store(wanted, serves=False), 1)
+            return _connected(wanted, serves=True)
+        return _connected(wanted, serves=False)
     except (OSError, ValueError, RuntimeError) as error:
         raise CannotMeet(f"the nodes did not meet at {wanted.endpoint}: {str(error).splitlines()[0]}") from error
 
@@ -203,7 +203,7 @@ def joined(wanted: Meeting) -> tuple[SignedStore, int]:
         try:
             # In Python first: a signal ends this wait at once, and not the one in torch's store.
             socket.create_connection(address, 5).close()
-            return _signed(wanted, _tcp_store(wanted, serves=False), 1)
+            return _connected(wanted, serves=False)
         except OSError as error:
             problem = error.strerror or str(error)
         except (ValueError, RuntimeError) as error:  # torch's DistError among them
@@ -218,16 +218,13 @@ def joined(wanted: Meeting) -> tuple[SignedStore, int]:
         time.sleep(min(1.0, left))
 
 
-def _tcp_store(wanted: Meeting, serves: bool) -> Store:
-    """Returns a store that listens only on the address of the endpoint."""
+def _connected(wanted: Meeting, serves: bool) -> tuple[SignedStore, int]:
+    """Returns a store that listens only on the address of the endpoint, and the number of this launcher, 0 if it serves the store."""
     seconds = max(1.0, min(wanted.join_seconds, STORE_SECONDS))
-    return stores.tcp_store(*wanted.host_and_port, serves=serves, seconds=seconds)
-
-
-def _signed(wanted: Meeting, store: Store, launchers: int) -> tuple[SignedStore, int]:
+    store = stores.tcp_store(*wanted.host_and_port, serves=serves, seconds=seconds)
     signed = SignedStore(store, f"lockstep/nodes/{wanted.job_id}", wanted.secret)
-    count = signed.count(launchers)
-    return signed, count if launchers else 0  # another launcher may have come before the one that serves has counted
+    count = signed.count(0 if serves else 1)
+    return signed, 0 if serves else count  # another launcher may have come before the one that serves has counted
 
 
 class _Document(BaseModel):

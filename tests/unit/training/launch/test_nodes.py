@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import socket
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from lockstep.training.launch import nodes as module
 from lockstep.training.launch.command import node_address
 from lockstep.training.launch.nodes import MAX_BYTES, CannotMeet, Meeting, SignedStore, opened
 from lockstep.training.parallel import stores
@@ -71,13 +71,13 @@ def test_of_two_launchers_that_would_serve_at_one_moment_one_joins(
 
 
 def test_the_launcher_that_serves_decides_even_if_another_one_has_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    serve = module._tcp_store
+    serve = stores.tcp_store
 
-    def late(meeting: Meeting, serves: bool) -> dist.Store:
-        store = serve(meeting, serves)
+    def late(*place: Any, **how: Any) -> dist.Store:
+        store = serve(*place, **how)
         dist.PrefixStore("lockstep/nodes/job", store).add("count", 1)  # another launcher joins before this one counts
         return store
 
-    monkeypatch.setattr(module, "_tcp_store", late)
+    monkeypatch.setattr(stores, "tcp_store", late)
     _, number = opened(Meeting(f"127.0.0.1:{free_port()}", "secret", "job", "127.0.0.1", 2, 2.0, host=True))
     assert number == 0
