@@ -26,7 +26,7 @@ from ..contract import EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE, named, to_stderr
 from ..limits import ERROR_SECONDS, LEAVE_SECONDS, STOP_SECONDS, STORE_SECONDS
 from ..parallel import stores
 from .ending import FINAL, Attempts, deaths, how, too_early, without_ended
-from .nodes import DesiredState, Ending, Meeting, NodeEvents, Nodes, NodeSlot, SignedStore, WorkerId, size
+from .nodes import DesiredState, Ending, Meeting, NodeEvents, Nodes, SignedStore, WorkerId, size
 from .workers import Interrupted, WorkerGroup
 
 
@@ -86,7 +86,8 @@ class Coordinator(WorkerGroup):
                 that leaves, and remove the others' logs.
             final: whether no cluster may restart a node, even with restarts left.
         """
-        first = next((self._nodes.slots.index(self._slot(rank)) for rank in sorted(codes)), 0)
+        failed = min(codes, default=0)
+        first = next(index for index, slot in enumerate(self._nodes.slots) if failed in slot.span)
         final = final or (code == EXIT_FAILED and self.attempts.left <= 0)
         self._nodes.part(Ending(code=code, final=final, first=first))
         return first == self.index
@@ -172,9 +173,6 @@ class Coordinator(WorkerGroup):
     def _ending_signal(self) -> int:
         """The signal that ends the job; 0: there is none."""
         return self.signalled or (signal.SIGTERM if self._ending else 0)
-
-    def _slot(self, rank: int) -> NodeSlot:
-        return next(slot for slot in self._nodes.slots if rank in slot.span)
 
     def _replace(self, ranks: Iterable[int]) -> None:
         """Starts a replacement for each of these ranks, which the others admit once it is prepared. Counts one restart for all."""
