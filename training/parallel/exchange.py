@@ -118,23 +118,11 @@ def all_reduce(tensor: torch.Tensor, world: World, combine: Combine = torch.add,
         combine: returns the combination of two such tensors; must be associative up to rounding.
         tag: tag of the messages, which keeps them apart from those of another tag and of torch's collectives.
     """
-    if world.live is None or world.size == 1:
-        return _reduced(tensor, world, combine, tag)
-    return functools.reduce(combine, world.live.retryable(lambda: _tensors_of_all(tensor, world))).clone()
-
-
-def _tensors_of_all(tensor: torch.Tensor, world: World) -> list[torch.Tensor]:
-    """Gathers a tensor of every rank by one collective. In torch 2.15 only a collective takes another time limit than that of gloo's group;
-    a message between two ranks does not."""
-    gathered = tensor.new_empty((world.size, *tensor.shape))
-    dist.all_gather_into_tensor(gathered.view(-1), tensor.reshape(-1))
-    return list(gathered)
-
-
-def _reduced(tensor: torch.Tensor, world: World, combine: Combine, tag: int) -> torch.Tensor:
     total = tensor.clone()
     if world.size == 1:
         return total
+    if world.live is not None:
+        return functools.reduce(combine, world.live.retryable(lambda: _tensors_of_all(tensor, world))).clone()
     received, reach = torch.empty_like(total), 1
     while reach < world.size and not world.rank & reach:
         if world.rank + reach < world.size:
@@ -148,6 +136,14 @@ def _reduced(tensor: torch.Tensor, world: World, combine: Combine, tag: int) -> 
         if world.rank + reach < world.size:
             dist.send(total, world.rank + reach, tag=tag)
     return total
+
+
+def _tensors_of_all(tensor: torch.Tensor, world: World) -> list[torch.Tensor]:
+    """Gathers a tensor of every rank by one collective. In torch 2.15 only a collective takes another time limit than that of gloo's group;
+    a message between two ranks does not."""
+    gathered = tensor.new_empty((world.size, *tensor.shape))
+    dist.all_gather_into_tensor(gathered.view(-1), tensor.reshape(-1))
+    return list(gathered)
 
 
 def any_rank(flag: bool, world: World) -> bool:
