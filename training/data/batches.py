@@ -235,25 +235,25 @@ class Batches:
         """Called once with a warning if `collate` makes a sample depend on the rank's other samples, but must not."""
         self._pins = division.world.device.type == "cuda"
 
-    def epoch(self, epoch: int, steps: Iterator[int] | None = None) -> Iterator[tuple[Any, Part]]:
+    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[tuple[Any, Part]]:
         """Yields (batch, part) of each step. Close the iterator to end its workers, or its thread, early.
 
         Args:
-            steps: the steps to load, each drawn when the loading of its batch begins; None: all.
+            first_step: the first step of the epoch to load. Each step is drawn when the loading of its batch begins.
         """
-        steps = iter(range(self.division.steps)) if steps is None else steps
+        steps = range(first_step, self.division.steps)
         if not isinstance(self.source, Stored):
             return self._loaded(self.source, epoch, steps)
         read = self._read(self.source, epoch, steps)
         return read if self.source.resident else _ahead(read, self._pins)
 
-    def _read(self, stored: Stored, epoch: int, steps: Iterator[int]) -> Iterator[tuple[Any, Part]]:
+    def _read(self, stored: Stored, epoch: int, steps: Iterable[int]) -> Iterator[tuple[Any, Part]]:
         keys = draw_keys(stored.seed, epoch)
         for step in steps:
             ids, part = self.division.part(epoch, step)
             yield stored.batch(ids, keys), part
 
-    def _loaded(self, dataset: Dataset[Any], epoch: int, steps: Iterator[int]) -> Iterator[tuple[Any, Part]]:
+    def _loaded(self, dataset: Dataset[Any], epoch: int, steps: Iterable[int]) -> Iterator[tuple[Any, Part]]:
         parts: deque[Part] = deque()
 
         def draw(step: int) -> list[int]:
@@ -288,8 +288,7 @@ class ElasticBatches(Iterator[tuple[Any, Part]]):
         self._open()
 
     def _open(self) -> None:
-        steps = iter(range(self._step, self._batches.division.steps))
-        self._given = self._batches.epoch(self._epoch, steps=steps)
+        self._given = self._batches.epoch(self._epoch, self._step)
         self._generation = self._world.generation
 
     def __next__(self) -> tuple[Any, Part]:

@@ -21,7 +21,7 @@ def shards(tmp_path: Path) -> Any:
 def test_resident_and_prefetched_batches_are_the_same(shards: Any) -> None:
     first, second = (product.batches(shards, 24, 1, 2, resident=resident) for resident in ("always", "never"))
     assert first.source.resident and not second.source.resident
-    batches = list(zip(*(batches.epoch(3, iter(range(1, batches.division.steps))) for batches in (first, second))))
+    batches = list(zip(*(batches.epoch(3, first_step=1) for batches in (first, second))))
     assert len(batches) == 3
     for (a, part), (b, same) in batches:
         assert torch.equal(a.ids, b.ids) and torch.equal(a.labels, b.labels) and part == same and part.total == 24
