@@ -359,16 +359,10 @@ def _what(frames: list[Frame], state: str) -> str:
 def _where(frames: list[Frame]) -> str:
     """Returns the innermost line of the user's code, else the innermost line."""
     libraries = os.path.dirname(os.__file__) + os.sep  # and within it those that were installed
-    own = next(
-        (
-            one
-            for one in frames
-            if not one.file.startswith((libraries, _OURS, "<frozen")) and "-packages" + os.sep not in one.file
-        ),
-        None,
-    )
-    place = own or (frames[0] if frames else None)
-    return str(place) if place is not None else ""
+    for frame in frames:
+        if not frame.file.startswith((libraries, _OURS, "<frozen")) and "-packages" + os.sep not in frame.file:
+            return str(frame)
+    return str(frames[0]) if frames else ""
 
 
 def main(folder: Path, number: int, pid: int) -> None:
