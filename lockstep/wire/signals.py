@@ -36,12 +36,6 @@ def signals_held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def _libc() -> Any:
-    import ctypes  # only for the ranks: it takes its time
-
-    return ctypes.CDLL(None)
-
-
 def starting(pid: int, number: int) -> bool:
     """Returns whether the process is a Python program that does not handle this signal so far. Python always catches INT. Only Linux shows
     the handlers of a process; elsewhere no signal is held back."""
@@ -192,9 +186,11 @@ def _end_without_session() -> None:
 
 
 def _end_by(number: int) -> None:
+    import ctypes  # only for the ranks: it takes its time
+
     if signal.getsignal(number) is _keep:  # else the program has its own handler by now
         # The default. Python's own call works in the main thread only, which may be busy.
-        _libc().signal(number, 0)
+        ctypes.CDLL(None).signal(number, 0)
     if "TORCHELASTIC_RUN_ID" in os.environ and _launched(os.environ):
         # The launcher gets the signal first, and restarts no rank: the signal may have reached this rank alone. SLURM's task gets none.
         os.kill(os.getppid(), number)
