@@ -262,19 +262,8 @@ def table(rows: Sequence[Probe], gpus: int, python: Sequence[str], stream: Any) 
 
 def _outcome(name: str, ranks: int, python: Sequence[str]) -> Outcome:
     """Returns the result of a row in fresh processes, with the rank's name if only some ranks failed."""
-    launch = [
-        "-m",
-        "lockstep.training",
-        "launch",
-        "--ranks",
-        str(ranks),
-        "--time-limit",
-        str(SECONDS),
-        "--grace",
-        "5",
-        "--",
-    ]
-    command = [*python, *launch, *python, "-m", "lockstep.tools.doctor", name]
+    launch = f"-m lockstep.training launch --ranks {ranks} --time-limit {SECONDS} --grace 5 --"
+    command = [*python, *launch.split(), *python, "-m", "lockstep.tools.doctor", name]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     lines = done.stdout.decode(errors="backslashreplace").strip().splitlines() or ["it wrote nothing"]
     found = dict(json.loads(line[line.index('["rank ') :]) for line in lines if '["rank ' in line)
