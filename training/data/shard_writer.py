@@ -13,18 +13,22 @@ import math
 import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import filelock
 import numpy as np
+import torch
 
 from .. import files
 from ..bucket import Bucket, as_user_error
 from ..config import Data
 from ..contract import UserError, say
 from ..limits import PREPARE_SECONDS
+from ..parallel.exchange import waiting_for_all
+from ..parallel.world import World
 from . import sources
 from .shards import MANIFEST, MAX_MANIFEST, SPLITS, Manifest
 from .sources.raw import Piece, Raw, Stream, checked, cut, numbered
@@ -173,6 +177,20 @@ def prepare(data: Data) -> Manifest:
             "or data.shards to ready shards"
         ) from None
     return Manifest.read(directory)
+
+
+def verified(data: Data, world: World, splits: Sequence[str] = SPLITS) -> Manifest:
+    """Returns the manifest of shards whose files of these splits are verified. Collective. Raises `UserError` as `prepare` does."""
+    with waiting_for_all(world, "prepare the data", PREPARE_SECONDS):
+        manifest = prepare(data)
+        shards = [shard for split in splits for shard in manifest.splits[split]]  # which the ranks of a node share
+        mine = shards[world.local_rank :: world.local_size]
+        # A hash leaves Python's lock. The files of a bucket come one after another.
+        from_bucket = "://" in (data.shards or "")
+        with ThreadPoolExecutor(1 if from_bucket else torch.get_num_threads()) as pool:
+            for _ in pool.map(lambda shard: manifest.file(shard, verify=True), mine):
+                pass
+    return manifest
 
 
 class _Split:

@@ -20,12 +20,11 @@ from ..contract import UserError, to_stderr
 from ..data import sources
 from ..data.augment import check_settings, draw_keys, normalise
 from ..data.batches import Stored
-from ..data.shard_writer import prepare
+from ..data.shard_writer import verified
 from ..data.shards import Manifest, Samples
-from ..limits import PREPARE_SECONDS
 from ..models.arithmetic import autocast, real_type
 from ..observe.rundir import read_run
-from ..parallel.exchange import failing_together, waiting_for_all
+from ..parallel.exchange import failing_together
 from ..parallel.world import World
 from ..run.evaluation import summed
 
@@ -153,10 +152,7 @@ def score_run(run_dir: Path, config: Config, checksum: str | None, world: World)
 
     with failing_together(world):
         tensors = weights.from_run(run_dir, warn)[0]
-    with waiting_for_all(world, "prepare the data", PREPARE_SECONDS):
-        manifest = prepare(config.data)
-        for shard in manifest.splits["test"][world.local_rank :: world.local_size]:
-            manifest.file(shard, verify=True)
+    manifest = verified(config.data, world, ["test"])
     with failing_together(world):
         check_settings(config, manifest.shape)
         if checksum is not None and checksum != manifest.checksum:

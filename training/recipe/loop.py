@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,8 @@ from ..contract import UserError
 from ..data.augment import augment, check_settings, draw_keys, normalise
 from ..data.batches import Batch, Batches, Division, Stored
 from ..data.order import Parts
-from ..data.shard_writer import prepare as prepare_shards
+from ..data.shard_writer import verified
 from ..data.shards import Manifest, Samples
-from ..limits import PREPARE_SECONDS
 from ..models.arithmetic import (
     arithmetic_of,
     autocast,
@@ -38,12 +36,7 @@ from ..models.arithmetic import (
 from ..observe.account import TimeCategory
 from ..observe.goodput import GoodputRecorder
 from ..optim import set_rates
-from ..parallel.exchange import (
-    all_gather_trees,
-    broadcast_tree,
-    failing_together,
-    waiting_for_all,
-)
+from ..parallel.exchange import all_gather_trees, broadcast_tree, failing_together
 from ..parallel.world import World
 from ..run.run import Run
 from ..session import Session, session_of
@@ -86,7 +79,7 @@ class Recipe:
     def __init__(self, run: Session, config: Config, start: Run) -> None:
         self.run, world = run, run.world
         self.config = config = _decided(run, config, start.form, **form_on(run.device))
-        self.manifest = manifest = _shards(config, world)
+        self.manifest = manifest = verified(config.data, world)
         with failing_together(world):
             check_settings(config, manifest.shape)
         _check_same_data(manifest, run.facts.get("data"), world)
@@ -241,20 +234,6 @@ def _decided(run: Session, config: Config, begun: Mapping[str, Any], **choices: 
     with failing_together(run.world):
         chosen = {name: begun[name] if name in begun else choices[name]() for name in wanted}
     return config.model_copy(update=broadcast_tree(chosen, run.world))
-
-
-def _shards(config: Config, world: World) -> Manifest:
-    """The shards, made where there are none, and verified. Collective."""
-    with waiting_for_all(world, "prepare the data", PREPARE_SECONDS):
-        manifest = prepare_shards(config.data)
-        files = [*manifest.splits["train"], *manifest.splits["test"]]  # which the ranks of a node share
-        mine = files[world.local_rank :: world.local_size]
-        # A hash leaves Python's lock. The files of a bucket come one after another.
-        from_bucket = "://" in (config.data.shards or "")
-        with ThreadPoolExecutor(1 if from_bucket else torch.get_num_threads()) as pool:
-            for _ in pool.map(lambda shard: manifest.file(shard, verify=True), mine):
-                pass
-    return manifest
 
 
 def _check_same_data(manifest: Manifest, saved: dict[str, str] | None, world: World) -> None:
