@@ -91,12 +91,10 @@ class Account:
             self._lose(_number(line["resumed"]))
         self.last = line
         self.attempts.add(int(number))
-        restart = (
-            TimeCategory.DOWN,
-            TimeCategory.TAKEN_AGAIN,
-            *([TimeCategory.START] if len(self.attempts) > 1 else []),
-        )
-        self.lost_to_restarts += sum(seconds.get(category, 0.0) for category in restart)
+        of_restarts = [TimeCategory.DOWN, TimeCategory.TAKEN_AGAIN]
+        if len(self.attempts) > 1:
+            of_restarts.append(TimeCategory.START)
+        self.lost_to_restarts += sum(seconds.get(category, 0.0) for category in of_restarts)
         for category, value in seconds.items():
             self.seconds[category] += value
         self._recent.append(Stretch(first, step, seconds))
