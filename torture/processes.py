@@ -27,22 +27,16 @@ class Process:
     words: str
     """Command line of the process."""
 
-    def send(self, number: int) -> bool:
-        """Returns whether the signal was sent: the process still exists, and is this one."""
-        try:
+    def send(self, number: int) -> None:
+        """Sends a signal, if the process still exists, and is this one."""
+        with contextlib.suppress(OSError):
             handle = os.pidfd_open(self.pid)
-        except OSError:
-            return False
-        try:
-            found = _stat(self.pid)
-            if found is None or found[1] != self.began:
-                return False
-            signal.pidfd_send_signal(handle, number)
-        except OSError:
-            return False
-        finally:
-            os.close(handle)
-        return True
+            try:
+                found = _stat(self.pid)
+                if found is not None and found[1] == self.began:
+                    signal.pidfd_send_signal(handle, number)
+            finally:
+                os.close(handle)
 
 
 def environment(mark: str, temporary: Path) -> dict[str, str]:
