@@ -37,9 +37,6 @@ class Coordinator(WorkerGroup):
         store: the store of the rendezvous; None: the job has one node.
     """
 
-    index = 0
-    """The index of this node."""
-
     def __init__(
         self, args: argparse.Namespace, meeting: Meeting, attempts: Attempts, hangs: Hangs, store: SignedStore | None
     ) -> None:
@@ -90,7 +87,7 @@ class Coordinator(WorkerGroup):
         first = next(index for index, slot in enumerate(self._nodes.slots) if failed in slot.span)
         final = final or (code == EXIT_FAILED and self.attempts.left <= 0)
         self._nodes.part(Ending(code=code, final=final, first=first))
-        return first == self.index
+        return first == 0  # the index of this node
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         pids, ends = self.workers.pids(), self._ends(number)
