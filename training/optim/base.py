@@ -66,10 +66,9 @@ class RatedOptimizer(PlainOptimizer):
                 self.state[p]["velocity"] = torch.zeros_like(p)
         return [self.state[p]["velocity"] for p in params]
 
-    def use_tensor(self, device: torch.device) -> torch.Tensor:
-        """From here on steps read their rates from the returned float32 tensor [groups], not from `param_groups`."""
+    def use_tensor(self, device: torch.device) -> None:
+        """From here on steps read their rates from `rates`, a float32 tensor [groups], not from `param_groups`."""
         self.rates = torch.zeros(len(self.param_groups), dtype=torch.float32, device=device)
-        return self.rates
 
     def publish_rates(self) -> None:
         """Copies the groups' rates to where steps read them, after `use_tensor`."""

@@ -23,20 +23,19 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 """`mallopt` parameters, from glibc's malloc.h."""
 
 
-def keep_freed() -> bool:
-    """Tells glibc's allocator not to return memory to the kernel. Returns False if the C library is not glibc.
+def keep_freed() -> None:
+    """Tells glibc's allocator not to return memory to the kernel. Does nothing if the C library is not glibc.
 
     By default glibc returns every large block at once. A training step on a CPU frees and allocates the same gigabytes of activations
     each time, and a fifth of its time goes into pages that the kernel clears again.
 
     Afterwards the process keeps the most memory that it ever had in use, plus fragmentation.
     """
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-        ctypes.CDLL(None).gnu_get_libc_version  # noqa: B018 - musl has a mallopt too, which does nothing
-    except (OSError, AttributeError):
-        return False
-    return bool(mallopt(_M_MMAP_MAX, 0)) and bool(mallopt(_M_TRIM_THRESHOLD, -1))
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL(None)
+        libc.gnu_get_libc_version  # noqa: B018 - musl has a mallopt too, which does nothing
+        libc.mallopt(_M_MMAP_MAX, 0)
+        libc.mallopt(_M_TRIM_THRESHOLD, -1)
 
 
 def resident_bytes() -> int | None:
