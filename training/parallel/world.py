@@ -16,7 +16,7 @@ import importlib
 import itertools
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 
 import torch
@@ -302,7 +302,7 @@ def joined(
     # Imported later (torch.optim does so), it takes the group as default arguments of its functions and keeps it alive:
     # gloo's threads then outlive `destroy_process_group`, and one that drops a tensor while Python ends aborts the process.
     importlib.import_module("torch.distributed.nn.functional")
-    leave: Callable[[], None] = lambda: None  # noqa: E731 - nothing to leave yet
+    leave = dist.destroy_process_group
     try:
         store = _store(world, timeout)
         # With a device NCCL opens its communicator here, and on that one: else torch guesses `rank modulo GPUs`. A rank that is alone opens
@@ -320,13 +320,12 @@ def joined(
             # gloo takes addresses and their lengths from the store, and every host that reaches its port may write there. For an
             # invalid value gloo raises a MemoryError or another plain exception of C++.
             raise dist.DistError(f"the process group cannot be opened: {error}") from error
-        leave = dist.destroy_process_group
         opened = process.new_connections(of_store)
         process.keep_from_children(opened)
         yield dataclasses.replace(world, device=chosen, nccl=nccl, peers={} if nccl else opened)
     except BaseException as error:
         done = isinstance(error, SystemExit) and not error.code
-        if nccl and not done and dist.is_initialized():
+        if nccl and not done:
             # Destroyed, NCCL would wait for kernels that wait for a rank which may not come.
             leave = dist.distributed_c10d._abort_process_group
         raise
