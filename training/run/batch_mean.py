@@ -15,7 +15,7 @@ import math
 import re
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -99,8 +99,12 @@ class BatchMean:
         has_hooks = next(hooks_of_script(self._replica.sync.model, self._replica.hooks), None) is not None
         gradients = (False,) if is_first or has_hooks else (True, False)
         for with_gradient in gradients:
-            with _passing(Unsafe):
+            try:
                 return self._compared(inputs, call, trains, with_gradient)
+            except Unsafe:
+                raise
+            except Exception:  # noqa: BLE001, S112 - the step itself raises a function's own error again
+                continue
         return ""
 
     def look_at_loss(self, loss: torch.Tensor, inputs: StepInput, parts: int) -> None:
@@ -230,17 +234,6 @@ class BatchMean:
             "divided by its own value, or advantages that are whitened, depend on the samples of a rank: compute such numbers from the "
             "whole batch, before run.part(), and pass them as arguments"
         )
-
-
-@contextlib.contextmanager
-def _passing(error: type[Exception]) -> Iterator[None]:
-    """Suppresses every error in the block, except errors of this class."""
-    try:
-        yield
-    except error:
-        raise
-    except Exception:  # noqa: BLE001 - the step itself raises a function's own error again
-        return
 
 
 def _distance(whole: Gradient, parts: tuple[Gradient, ...], shares: tuple[float, ...]) -> float:
