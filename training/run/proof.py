@@ -62,8 +62,9 @@ class Proof:
     ) -> None:  # fmt: skip
         self.model, self._refuse, self._after_save = model, refuse, after_save
         self.alone, self._before = alone, before
-        self._states: Digests | None = None
-        """Digests of the attributes that the second call has not assigned, and of the batch statistics. None: this rank has no part."""
+        self.record: Any = None
+        """The record that the ranks compare: digests of the attributes that the second call has not assigned, and of the batch statistics;
+        and `_arguments`. None: this rank has no part."""
         self._arguments: list[list[Any]] = []
         """[number of the argument, digest, whether it may be a table] for each tensor that is cut into parts."""
 
@@ -90,8 +91,8 @@ class Proof:
             losses.append(call().detach().double().view(1))
         second = attributes(self.model)
         statistics = zip(self._before, sums_of_bits(self._before.values()).tolist())
-        self._states = {name: value for name, value in second.items() if name not in assigned}
-        self._states.update((name, str(total)) for name, total in statistics)
+        states = {name: value for name, value in second.items() if name not in assigned}
+        self.record = [states | {name: str(total) for name, total in statistics}, self._arguments]
         moved = (sums_of_bits(alone.values()) != contents).tolist()
         for (name, tensor), has_moved in zip(alone.items(), moved):
             if has_moved:
@@ -133,11 +134,6 @@ class Proof:
             f"cuts each argument of the function as the {total} samples of the global batch, and argument {what}",
             "what does not belong to samples is no argument: the function may use it all the same",
         )
-
-    @property
-    def record(self) -> Any:
-        """The record that the ranks compare; None: this rank has no part."""
-        return None if self._states is None else [self._states, self._arguments]
 
     def compare(self, records: list[Any], total: int) -> UserError | None:
         """Returns the error for an attribute that differs between ranks, or an argument that does not: ranks have different samples."""
