@@ -71,7 +71,7 @@ class Loop:
                 run.console.line(f"Steps run eagerly: {reason}")
             else:
                 (optimizer,) = replica.optimizers.values()
-                self.step.recorder = Recorder(optimizer, replica.sync, run.world, run.console.warn)  # type: ignore[arg-type]
+                self.step.recorder = Recorder(self.step, optimizer)  # type: ignore[arg-type]
 
     # The epochs.
 

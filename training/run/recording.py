@@ -102,18 +102,16 @@ class Recorder:
     and no second recording can take the memory of the first.
 
     Args:
-        say: called once, with a sentence, if the recording fails.
+        optimizer: the one that moves the weights.
     """
 
-    def __init__(
-        self, optimizer: RatedOptimizer, sync: GradientSync, world: World, say: Callable[[str], None]
-    ) -> None:  # fmt: skip
-        optimizer.use_tensor(world.device)
-        self._optimizer, self._sync, self._world = optimizer, sync, world
-        self._say = say
+    def __init__(self, step: Step, optimizer: RatedOptimizer) -> None:
+        device = step.run.world.device
+        optimizer.use_tensor(device)
+        self._step, self._sync, self._optimizer = step, step.replica.sync, optimizer
         self.before: list[torch.Tensor] = []
         """Copies of the buffers before the step: the recording fills them."""
-        self._points = RecordedPoints(world.device)
+        self._points = RecordedPoints(device)
         self._times: dict[int | None, int] = {}
         self._recorded: _Recorded | None = None
         self.replays: _Recorded | None = None
@@ -121,17 +119,16 @@ class Recorder:
         self.failure = ""
         """Why the recording failed; "": it has not failed."""
 
-    def prepare(self, step: Step, inputs: StepInput) -> None:
+    def prepare(self, inputs: StepInput) -> None:
         """Prepares a step: records it if that is due, and selects the replay if the step is recorded. Collective if a recording is due."""
-        self.replays = None
+        step, self.replays = self._step, None
         self._optimizer.publish_rates()
         if not self.failure and self._is_due(inputs):
             with step.run.goodput.on(TimeCategory.START):
-                self._record_on_all_ranks(step, inputs)
+                self._record_on_all_ranks(inputs)
         recorded = self._recorded
-        if recorded is None or _identity(step, inputs, self._optimizer.rates) != recorded.identity:
+        if recorded is None or self._identity(inputs) != recorded.identity:
             return
-        self._step = step
         if step.logical_workers is not None:
             if not step.logical_workers.proves(step.attempt.after_save) and not step.logical_workers.refused:
                 self.replays = recorded
@@ -148,22 +145,22 @@ class Recorder:
         self._times[inputs.total] = self._times.get(inputs.total, 0) + 1
         return self._times[inputs.total] > WARM_UP
 
-    def _record_on_all_ranks(self, step: Step, inputs: StepInput) -> None:
+    def _record_on_all_ranks(self, inputs: StepInput) -> None:
         """Records on all ranks, or on none. Collective."""
         error = ""
         try:
-            self._record_step(step, inputs)
+            self._record_step(inputs)
         except Exception as caught:  # noqa: BLE001 - a model may do anything that cannot be recorded; eager steps continue
             error = f"{type(caught).__name__}: {str(caught).splitlines()[0] if str(caught) else ''}"
-        errors = all_gather_trees(error, self._world)
+        errors = all_gather_trees(error, self._step.run.world)
         self._sync.zero_grad()
         failed = next(((rank, text) for rank, text in enumerate(errors) if text), None)
         if failed is not None:
             self.failure, self._recorded = f"rank {failed[0]}: {failed[1]}", None
-            self._say(f"the step cannot be recorded ({self.failure}); it runs eagerly")
+            self._step.run.console.warn(f"the step cannot be recorded ({self.failure}); it runs eagerly")
 
-    def _record_step(self, step: Step, inputs: StepInput) -> None:
-        record = CudaGraphs()
+    def _record_step(self, inputs: StepInput) -> None:
+        step, record = self._step, CudaGraphs()
         if inputs.total is None:
             raise ValueError(
                 "the size of the global batch is not known before the step: use run.batches() or run.part()"
@@ -176,8 +173,8 @@ class Recorder:
         of_one = inputs if parts is None or inputs.part is None else inputs.of_samples(*inputs.part.parts[0])
         static_inputs = replace(of_one, batch=tuple(pytree.recorded(item) for item in of_one.batch))
         # The graph reads these rates, and writes into these gradients also after the strategy has made others.
-        held = [inputs.scaler, *_closure(inputs), *_trained(step), self._optimizer.rates, *sync.gradients()]
-        recorded = _Recorded(static_inputs, _identity(step, inputs, self._optimizer.rates), held)
+        held = [inputs.scaler, *_closure(inputs), *self._trained(), self._optimizer.rates, *sync.gradients()]
+        recorded = _Recorded(static_inputs, self._identity(inputs), held)
         self.before = kept_buffers(step.replica.model) if checks or parts is not None else []
         norm: torch.Tensor | None = None
 
@@ -269,6 +266,24 @@ class Recorder:
         self._sync.bytes_sent += recorded.bytes_sent
         self._step.run.state.clock.replayed(self._points)
 
+    def _trained(self) -> list[torch.Tensor]:
+        return [parameter for parameter in self._step.replica.model.parameters() if parameter.requires_grad]
+
+    def _identity(self, inputs: StepInput) -> tuple[Any, ...]:
+        """Returns everything that a recording fixes, except the tensors' values. A step with another identity runs eagerly."""
+        settings = (
+            inputs.samples,
+            inputs.total,
+            inputs.divisor,
+            inputs.weight,
+            inputs.micro_batch_size,
+            inputs.part and (inputs.part.multiple, inputs.part.num_parts),
+            inputs.clip,
+            id(inputs.scaler),
+            id(self._optimizer.rates),
+        )
+        return (*map(id, _closure(inputs)), *map(id, self._trained()), *settings)
+
 
 def _closure(inputs: StepInput) -> list[Any]:
     """Returns the code, the object, the closure and the defaults of the step's function: all that it reads but arguments and globals."""
@@ -276,23 +291,3 @@ def _closure(inputs: StepInput) -> list[Any]:
     defaults = getattr(compute, "__defaults__", None) or ()
     cells = [cell.cell_contents for cell in getattr(compute, "__closure__", None) or ()]
     return [getattr(compute, "__code__", compute), getattr(compute, "__self__", None), *cells, *defaults]
-
-
-def _trained(step: Step) -> list[torch.Tensor]:
-    return [parameter for parameter in step.replica.model.parameters() if parameter.requires_grad]
-
-
-def _identity(step: Step, inputs: StepInput, rates: Any) -> tuple[Any, ...]:
-    """Returns everything that a recording fixes, except the tensors' values. A step with another identity runs eagerly."""
-    settings = (
-        inputs.samples,
-        inputs.total,
-        inputs.divisor,
-        inputs.weight,
-        inputs.micro_batch_size,
-        inputs.part and (inputs.part.multiple, inputs.part.num_parts),
-        inputs.clip,
-        id(inputs.scaler),
-        id(rates),
-    )
-    return (*map(id, _closure(inputs)), *map(id, _trained(step)), *settings)

@@ -186,7 +186,7 @@ class Step:
         with self.replica.training(inputs.optimizers), self._drawing:
             self._redraw()
             if self.recorder is not None:
-                self.recorder.prepare(self, inputs)
+                self.recorder.prepare(inputs)
             if self._replays:
                 self._before = self.recorder.before
             else:
