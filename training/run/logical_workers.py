@@ -28,14 +28,18 @@ from ..sync.exact import Exact, TreeSum, capturing
 from .proof import Proof, changed, due
 from .replica import Replica, Several
 from .run import Run
-from .step_input import Numbers, StepInput
+from .step_input import Numbers, StepInput, StepSums
 
 
 class LogicalWorkers:
-    """The parts of each step of an attempt, and the sums over them. All ranks call the same methods in the same order."""
+    """The parts of each step of an attempt, and the sums over them. All ranks call the same methods in the same order.
 
-    def __init__(self, run: Run, replica: Replica, drawing: RngScope) -> None:
-        self.run, self.replica, self._drawing = run, replica, drawing
+    Args:
+        sums: the sums over the samples of a part, which `finish` replaces by those of all samples.
+    """
+
+    def __init__(self, run: Run, replica: Replica, drawing: RngScope, sums: StepSums) -> None:
+        self.run, self.replica, self._drawing, self._step_sums = run, replica, drawing, sums
         own: Any = replica.sync.settings.options.get("mean", ())
         self._names = {*BATCH_STATISTICS, *own}
         self.refused: UserError | None = None
@@ -109,10 +113,10 @@ class LogicalWorkers:
         self._of, self._begun = part.num_parts, False
         self._begin_parts()
 
-    def _tree(self, sums: int) -> TreeSum:
+    def _tree(self) -> TreeSum:
         """Returns the tree sum of the step under way. The first call of a step begins it, once the number of sums is known."""
         if not self._begun:
-            self._begun, self._sections = True, [*self._sections, sums, 1]
+            self._begun, self._sections = True, [*self._sections, len(self._step_sums.values), 1]
             if self._sum is None or self._sum.length != sum(self._sections):
                 self._sum = TreeSum(sum(self._sections), torch.float64, self.run.world)
             self._sum.release()
@@ -120,9 +124,9 @@ class LogicalWorkers:
         assert self._sum is not None
         return self._sum
 
-    def _totals(self, sums: int) -> list[TreeSum]:
+    def _totals(self) -> list[TreeSum]:
         """Returns the sums over the parts: of the gradients, and of statistics, losses and numbers."""
-        return [*(total for sync in self._learning for total in sync.sums), self._tree(sums)]
+        return [*(total for sync in self._learning for total in sync.sums), self._tree()]
 
     def _note_versions(self, others: Mapping[str, torch.Tensor]) -> None:
         self._others = {name: (id(tensor), tensor._version) for name, tensor in others.items()}
@@ -149,7 +153,7 @@ class LogicalWorkers:
         self._note_versions(proof.alone)
         if self.refused is None:
             error = proof.prove(call)
-            self._look_at_others(self._buffers())  # names a changed tensor, which says more than the error of the proof
+            self._look_at_others()  # names a changed tensor, which says more than the error of the proof
             self.refused = self.refused or error
         sync.zero_grad()
         self._begin_parts()
@@ -204,64 +208,59 @@ class LogicalWorkers:
         return dict(self.replica.model.named_buffers())
 
     @torch.no_grad()
-    def take(self, part: int, share: float, sums: torch.Tensor) -> None:
+    def take(self, part: int, share: float) -> None:
         """Adds the gradients, statistics and sums of a part that was just computed, not replayed.
 
         Args:
             share: the part's fraction of the global batch's samples.
-            sums: the part's sums over its samples, float64 (`StepSums.values`).
         """
         if part == self._last:
-            self._look_at_others(self._buffers())
-        for total, leaf in zip(self._totals(len(sums)), self.collect(share, sums), strict=True):
+            self._look_at_others()
+        for total, leaf in zip(self._totals(), self.collect(share), strict=True):
             total.add(part, leaf)
 
     @torch.no_grad()
-    def collect(self, share: float, sums: torch.Tensor) -> list[torch.Tensor]:
-        """Returns the gradients and statistics of a part. The CUDA graph of a part ends with this call. Arguments as in `take`."""
+    def collect(self, share: float) -> list[torch.Tensor]:
+        """Returns the gradients and statistics of a part. The CUDA graph of a part ends with this call. `share`: as in `take`."""
         gradients = [leaf for sync in self._learning for leaf in sync.collect()]
-        return [*gradients, self._collect(self._tree(len(sums)), share, sums)]
-
-    @torch.no_grad()
-    def put(self, part: int, collected: list[torch.Tensor], sums: int) -> None:
-        """Adds the results of a replayed part, as `take` does of a computed one.
-
-        Args:
-            collected: the tensors of `collect`, which the replay has filled.
-            sums: the number of sums over the samples.
-        """
-        for total, leaf in zip(self._totals(sums), collected, strict=True):
-            total.add(part, total.leaf().copy_(leaf))  # a copy: the next replay overwrites `collected`
-
-    def _collect(self, tree: TreeSum, share: float, sums: torch.Tensor) -> torch.Tensor:
-        buffers, before = self._buffers(), self._before
-        device = self.run.world.device
+        tree, buffers, before = self._tree(), self._buffers(), self._before
         means = [buffers[name].double().flatten() * share for name in self._means]
         changed = [(buffers[name] != before[name]).any().double().view(1) for name in self._means]
         counted = [(buffers[name] - before[name]).double().flatten() for name in self._counts]
         squares = [count**2 for count in counted]
-        ends = [sums, torch.full((1,), float(self.refused is not None), dtype=torch.float64, device=device)]
+        sums = self._step_sums.values
+        ends = [sums, sums.new_full((1,), float(self.refused is not None))]
         leaf = tree.leaf()
         torch.cat([*means, *changed, *counted, *squares, *ends], out=leaf[: tree.length])
-        return leaf
+        return [*gradients, leaf]
 
-    def _look_at_others(self, buffers: dict[str, torch.Tensor]) -> None:
+    @torch.no_grad()
+    def put(self, part: int, collected: list[torch.Tensor]) -> None:
+        """Adds the results of a replayed part, as `take` does of a computed one.
+
+        Args:
+            collected: the tensors of `collect`, which the replay has filled.
+        """
+        for total, leaf in zip(self._totals(), collected, strict=True):
+            total.add(part, total.leaf().copy_(leaf))  # a copy: the next replay overwrites `collected`
+
+    def _look_at_others(self) -> None:
         parameters = dict(self.replica.model.named_parameters())
-        now = {**buffers, **parameters}
+        now = {**self._buffers(), **parameters}
         for name, was in self._others.items():
             tensor = now.get(name)
             if self.refused is not None or (tensor is not None and (id(tensor), tensor._version) == was):
                 continue
             self.refused = changed(self.replica.sync.refuse, name, name in parameters)
 
-    def reduce(self, sums: int) -> list[torch.Tensor]:
-        """Returns the totals over all parts, for `finish`. `sums`: the number of sums over the samples. Collective."""
-        return [total.finish() for total in self._totals(sums)]
+    def reduce(self) -> list[torch.Tensor]:
+        """Returns the totals over all parts, for `finish`. Collective."""
+        return [total.finish() for total in self._totals()]
 
     @torch.no_grad()
-    def finish(self, totals: list[torch.Tensor]) -> torch.Tensor:
-        """Sets the gradients and the batch statistics from the totals. Returns the sums over all samples, float64. If one rank raises, all
-        ranks raise together.
+    def finish(self, totals: list[torch.Tensor]) -> None:
+        """Sets the gradients, the batch statistics and the sums over all samples from the totals. If one rank raises, all ranks raise
+        together.
 
         During a capture of a CUDA graph the host cannot read the flags: the next eager step reads them.
 
@@ -299,7 +298,7 @@ class LogicalWorkers:
         for name, move in zip(self._counts, moves):
             before = self._before[name]
             buffers[name].copy_(before + (move / parts).view(before.shape).to(before.dtype))
-        return torch.clone(sums)
+        self._step_sums.values.copy_(sums)
 
 
 def check_machine(run: Run, known: set[str]) -> None:

@@ -182,12 +182,12 @@ class Recorder:
             parts.restore()
             step.sums.begin()
             step._forward_backward(static_inputs, 0, static_inputs.samples)
-            recorded.collected = parts.collect(static_inputs.samples / (inputs.total or 1), step.sums.values)
+            recorded.collected = parts.collect(static_inputs.samples / (inputs.total or 1))
 
         def gradients() -> None:
             nonlocal norm
             if parts is not None:
-                step.sums.values.copy_(parts.finish(recorded.sums))
+                parts.finish(recorded.sums)
                 norm = step.measure(inputs)
                 return
             for kept, tensor in zip(self.before, step.replica.model.buffers()):
@@ -250,7 +250,7 @@ class Recorder:
             return False
         step.logical_workers.draw(part)
         recorded.part()
-        step.logical_workers.put(part, recorded.collected, len(step.sums.values))
+        step.logical_workers.put(part, recorded.collected)
         return True
 
     def take_sums(self, sums: list[torch.Tensor]) -> None:

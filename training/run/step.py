@@ -61,7 +61,8 @@ class Step:
         self._drawing = generators.RngScope(run.world.device, every=cut)
         self._cuts = run.world.size > 1 or cut or run.config.micro_batch_size > 0
         """Whether a backward pass may have the gradient of a part of the global batch only."""
-        self.logical_workers = LogicalWorkers(run, replica, self._drawing) if cut else None
+        self.sums = StepSums(run, attempt)
+        self.logical_workers = LogicalWorkers(run, replica, self._drawing, self.sums) if cut else None
         self.current = CurrentBatch(run.world, replica.sync.batch_parts)
         self._batch_mean = BatchMean(run, replica)
         self.recorder: Any = None
@@ -89,7 +90,6 @@ class Step:
         """Copies of the buffers before the step, to undo it. `begin_batch` makes them, and `take` for a step that is a function."""
         self._as_function = False
         """Whether the last step was a function, so that `take` makes `_before`: `take` sets it, `backward` clears it."""
-        self.sums = StepSums(run, attempt)
         self._losses: list[torch.Tensor] = []
         """The losses of this rank's backward passes in the step, detached. `_backpropagate` adds them, `_forget` clears them."""
         self._samples, self._accumulating = 0, 0
@@ -245,14 +245,14 @@ class Step:
             self.forward_backward(self.current.now(inputs))
             self.sums.agree(parts.refused)
             with self.run.state.clock.synchronizing(sync.watch):
-                return parts.reduce(len(self.sums.values))
+                return parts.reduce()
 
         sums = compute() if live is None else live.retryable(compute, changes=True)
         self.attempt.known.add("numbers")
         if self._replays:
             self.recorder.take_sums(sums)
             return
-        self.sums.values.copy_(parts.finish(sums))  # of all ranks' samples
+        parts.finish(sums)
 
     def forward_backward(self, inputs: StepInput, sums: bool = True) -> None:
         """Runs the function and its backward pass in micro-batches; the last one sends the gradients. `exact` cuts parts first.
@@ -281,7 +281,7 @@ class Step:
             if not (sums and parts.refused):
                 self._forward_backward(inputs, low, high)
             if sums:
-                parts.take(index, (high - low) / part.total, self.sums.values)
+                parts.take(index, (high - low) / part.total)
 
     def _forward_backward(self, inputs: StepInput, low: int, high: int) -> None:
         """Runs the forward and backward passes of these samples of this rank."""
