@@ -55,13 +55,13 @@ class TreeSum:
         self._dtype = dtype
         self._free: list[torch.Tensor] = []
         self._tree: Tree[torch.Tensor] | None = None
-        self.parts = self.bytes_sent = 0
+        self.bytes_sent = 0
 
     def begin(self, parts: int) -> None:
         """Begins a new sum over this number of parts."""
         if self._size != self.world.size:
             self._size, self._chunk, self._free = self.world.size, -(-self.length // self.world.size), []
-        self._tree, self.parts = Tree(parts, self._add), parts
+        self._tree = Tree(parts, self._add)
 
     def release(self) -> None:
         """Releases the memory of the last sum for reuse."""
