@@ -141,11 +141,10 @@ class ObjectStore(Bucket):
                 raise UserError(
                     f"{self.url} has a run, which --fresh does not replace in a bucket: choose another prefix"
                 )
-            record = files.read_json(run_dir / RECORD)
             if not (run_dir / RUN_FILE).exists():
                 files.replace_json(run_dir / RECORD, {"run": head.run})
                 files.replace(run_dir / RUN_FILE, head.run_yaml.encode())
-            elif not isinstance(record, dict) or record.get("run") != head.run:
+            elif self._record().get("run") != head.run:
                 raise UserError(
                     f"{self.url} has the checkpoints of another run than {run_dir}: choose another prefix, or an empty run "
                     "directory to resume that one"
@@ -172,9 +171,14 @@ class ObjectStore(Bucket):
     def take_over(self, run_dir: Path) -> None:
         """Makes this rank the sender after the loss of rank 0, unless another attempt has taken over. Sends no request yet: the other
         ranks wait."""
-        self._run_dir, record = run_dir, files.read_json(run_dir / RECORD)
-        if isinstance(record, dict):  # a damaged record does not say whose the bucket is
+        self._run_dir = run_dir
+        if record := self._record():  # a damaged record does not say whose the bucket is
             self._holder = str(record.get("holder"))
+
+    def _record(self) -> dict[str, Any]:
+        """Returns the content of the run directory's `RECORD`; {}: it has none, or a damaged one."""
+        record = files.read_json(self._run_dir / RECORD)
+        return record if isinstance(record, dict) else {}
 
     def download(self, run_dir: Path, warn: Callable[[str], None]) -> None:
         """Downloads the last commit: the files of the run directory, and the checkpoints.
@@ -338,19 +342,14 @@ class ObjectStore(Bucket):
 
     def _hold(self, fresh: bool | str) -> Head:
         """Swaps the head for a head of this attempt. Raises `OSError`."""
-        previous, holder = self.read_head(), self._holder
+        previous = self.read_head()
+        ours: dict[str, Any] = {"holder": self._holder, "commit": secrets.token_hex(16)}
         if previous is not None and previous[0].run_yaml:
-            record = files.read_json(self._run_dir / RECORD)
-            if not isinstance(record, dict) or record.get("run") != previous[0].run:
+            if self._record().get("run") != previous[0].run:
                 raise UserError(f"{self.url} has another run, which began at the same time: choose another prefix")
-            head = previous[0].model_copy(update={"holder": holder, "commit": secrets.token_hex(16)})
+            head = previous[0].model_copy(update=ours)
         else:
-            head = Head(
-                run=secrets.token_hex(16),
-                holder=holder,
-                commit=secrets.token_hex(16),
-                fresh=fresh if isinstance(fresh, str) else "",
-            )
+            head = Head(run=secrets.token_hex(16), fresh=fresh if isinstance(fresh, str) else "", **ours)
         self._swap(head, previous)
         return head
 
