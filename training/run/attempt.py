@@ -385,12 +385,6 @@ class Attempt:
         """Returns a checksum, from 1, of the learning rates and of the modes in the last step."""
         return 1 + zlib.crc32(repr(learning_rates(self.run.state.optimizers)).encode() + self.modes.last)
 
-    def _same_replicas(self) -> bool:
-        """Returns whether all ranks have the same rates, modes and weights. Collective."""
-        if self.run.world.size == 1:
-            return True
-        return is_same_on_all_ranks([self._rates(), self._fingerprint() if self._compares else 0], self.run.world)
-
     def _replicas_differ(self) -> NoReturn:
         """Finds the learning rate, mode or weight whose difference the fingerprints show. Raises `Ended`. Collective."""
         with self._telling("learning rates", SAME_NUMBER):
@@ -438,7 +432,8 @@ class Attempt:
 
     def _save(self) -> None:
         run, step = self.run, self.run.user_state.steps
-        if self.consensus.look() or not self._same_replicas():
+        digests = [self._rates(), self._fingerprint() if self._compares else 0]
+        if self.consensus.look() or not is_same_on_all_ranks(digests, run.world):
             self._replicas_differ()
         self._check_buffers()
         if run.config.nonfinite != "ignore" and not divergence.finite_everywhere(run.state.model, run.world):
