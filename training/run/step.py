@@ -194,25 +194,23 @@ class Step:
                 self._before = kept_buffers(self.replica.model) if keeps else []
             self._batch_mean.look(inputs, self._loss, code)
             self._as_function, self.attempt.stage = True, 2
-            norm, usable = self._usable_gradients(inputs)
-            if usable:
-                norm = self._use(inputs, norm)
+            norm = self._tried(inputs)
             self.replica.sync.zero_grad()
         if self.logical_workers is not None:
             self.logical_workers.end()
         self._end(self._total if inputs.total is None else inputs.total, norm)
 
-    def _usable_gradients(self, inputs: StepInput) -> tuple[torch.Tensor | None, bool]:
-        """Returns the gradients' norm, and whether they may move the weights. Computes them again while the loss scale is too high."""
+    def _tried(self, inputs: StepInput) -> torch.Tensor | None:
+        """Moves the weights, unless the gradient is not finite. Computes it again while the loss scale is too high. Returns its norm."""
         scale: float | None = None
         while True:
             norm = self.gradients(inputs)
             if self._is_usable(norm, inputs):
-                return norm, True
+                return self._use(inputs, norm)
             if scale is None and inputs.scaler is not None:
                 scale = inputs.scaler.get_scale()
             if not self._reject(inputs, scale):
-                return norm, False
+                return norm
             self._redraw()
 
     def gradients(self, inputs: StepInput) -> torch.Tensor | None:
@@ -251,8 +249,8 @@ class Step:
         self.attempt.known.add("numbers")
         if self._replays:
             self.recorder.take_sums(sums)
-            return
-        parts.finish(sums)
+        else:
+            parts.finish(sums)
 
     def forward_backward(self, inputs: StepInput, sums: bool = True) -> None:
         """Runs the function and its backward pass in micro-batches; the last one sends the gradients. `exact` cuts parts first.
