@@ -176,7 +176,6 @@ class Recorder:
         held = [inputs.scaler, *_closure(inputs), *self._trained(), self._optimizer.rates, *sync.gradients()]
         recorded = _Recorded(static_inputs, self._identity(inputs), held)
         self.before = kept_buffers(step.replica.model) if checks or parts is not None else []
-        norm: torch.Tensor | None = None
 
         def part(parts: LogicalWorkers) -> None:
             parts.restore()
@@ -185,10 +184,9 @@ class Recorder:
             recorded.collected = parts.collect(static_inputs.samples / (inputs.total or 1))
 
         def gradients() -> None:
-            nonlocal norm
             if parts is not None:
                 parts.finish(recorded.sums)
-                norm = step.measure(inputs)
+                recorded.norm = step.measure(inputs)
                 return
             for kept, tensor in zip(self.before, step.replica.model.buffers()):
                 kept.copy_(tensor)
@@ -197,15 +195,12 @@ class Recorder:
             self._points.mark(0)
             sync.synchronize()
             self._points.mark(1)
-            norm = step.measure(inputs)
+            recorded.norm = step.measure(inputs)
 
         def update() -> None:
-            nonlocal norm
-            norm = step.move(inputs, norm)
-
-        def whole_step() -> None:
-            gradients()
-            update()
+            if recorded.gradients is None:
+                gradients()
+            recorded.norm = step.move(inputs, recorded.norm)
 
         sent = sync.bytes_sent
         try:
@@ -215,8 +210,8 @@ class Recorder:
                 recorded.sums = [torch.zeros_like(leaf) for leaf in recorded.collected]
             if checks:
                 recorded.gradients = record(gradients)
-            recorded.update = record(update if checks else whole_step)
-            recorded.norm, recorded.bytes_sent = norm, sync.bytes_sent - sent
+            recorded.update = record(update)
+            recorded.bytes_sent = sync.bytes_sent - sent
         finally:
             if parts is None:  # else nothing is sent in it
                 sync.bytes_sent = sent  # nothing has run yet
