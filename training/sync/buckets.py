@@ -134,7 +134,6 @@ class Reducer:
         self._was_paused = False
         """Whether the step has several backward passes, between which a script may unfreeze a layer."""
         self._group()
-        self.reset()
 
     def _named(self) -> Iterable[tuple[str, nn.Parameter]]:
         return self._model.named_parameters() if isinstance(self._model, nn.Module) else self._model
@@ -149,6 +148,7 @@ class Reducer:
         self._view = {p: view for bucket in self.buckets for p, view in zip(bucket.params, bucket.views or ())}
         for parameter in self.names.keys() - before.keys():
             on_grad(parameter, self.on_gradient)
+        self.reset()
 
     def _new(self) -> tuple[str, nn.Parameter] | None:
         """Returns the first parameter that trains and is in no bucket; None: there is none."""
@@ -160,13 +160,11 @@ class Reducer:
         """Prepares the buckets before the first gradient of a step: a script may unfreeze, replace or add layers between two steps."""
         if self._begun:
             return
-        self._begun = True
         if new := self._new():
             name, parameter = new
             refuse_recording(parameter, f"{name} trains since this step only")
             self._group()
-            self.reset()
-            self._begun = True
+        self._begun = True
 
     @property
     def size(self) -> int:
