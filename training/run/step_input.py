@@ -300,9 +300,7 @@ def count_scaled_step(inputs: StepInput, overflow: bool, sync: GradientSync) -> 
 
 
 def set_scale(scaler: Any, scale: float | None, sync: GradientSync) -> None:
-    """Sets the scale of the loss, if there is a scaler. None: the scaler chooses it from the step."""
-    if scaler is None:
-        return
+    """Sets the scale of the loss. None: the scaler chooses it from the step."""
     before = scaler.get_scale() if sync.has_memory else None  # waits for the device
     scaler.update(scale)
     if before is not None and (after := scaler.get_scale()) != before:
