@@ -249,24 +249,23 @@ class Saver:
 
     def save(self) -> None:
         """Gathers the state and passes it to the writer's thread, with the score of these weights, if there is one. Collective."""
-        self.scores.saved(self.run.user_state.steps)
+        step = self.run.user_state.steps
+        self.scores.saved(step)
         self.run.state.clock.settle()
         began = time.perf_counter()
         self._reap()
         self._check_taken_over()
         gathered = gather(self.run.state)
-        self.last_step, self._last_time = self.run.user_state.steps, time.monotonic()
+        self.last_step, self._last_time = step, time.monotonic()
         self._lost = False
         # While a save hangs, another one would wait for it.
         if self._writer is not None and gathered is not None and not self._hangs:
-            self._future = self._writer.save(
-                self.run.user_state.steps, gathered, self.scores.of(self.run.user_state.steps)
-            )
+            self._future = self._writer.save(step, gathered, self.scores.of(step))
             if self._sender is not None:
-                self._sends.append(self._sender.send(self.run.user_state.steps, self._future))
+                self._sends.append(self._sender.send(step, self._future))
             stalled = time.perf_counter() - began
             self.interval.stalled(stalled)
-            self.run.event("checkpoint", step=self.run.user_state.steps, stall_seconds=round(stalled, 6))
+            self.run.event("checkpoint", step=step, stall_seconds=round(stalled, 6))
 
     def look(self) -> None:
         """Records the result of a save that has ended. Does not wait."""
