@@ -65,7 +65,7 @@ def test_a_recorded_run_ends_in_the_bits_of_the_eager_one(tmp_path: Path, data_r
 def _waits(graphs: int, looks_for_nan: bool) -> dict[str, int]:
     """Returns the waits and the copies of the run's 8 steps in 2 epochs: 3 warm up, and 5 are replayed."""
     waits = {
-        "cudaDeviceSynchronize by run/recording.py:__call__": 2 * graphs,  # before each recording, ours and torch's own
+        "cudaDeviceSynchronize by run/recording.py:graph_of": 2 * graphs,  # before each recording, ours and torch's own
         "copy cpu->cuda pageable blocking by data/batches.py:fill": 2,  # the keys, once an epoch
         "cudaStreamSynchronize by data/batches.py:fill": 2,
         "cudaStreamSynchronize by data/batches.py:recorded": 1,  # the keys' place, once

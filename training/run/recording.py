@@ -54,20 +54,19 @@ def obstacle(sync: GradientSync, optimizers: dict[str, torch.optim.Optimizer], w
     return None
 
 
-class CudaGraphs:
-    """Recorder of functions as CUDA graphs that share one memory pool. It does not run them, and returns a function that replays one."""
+def graph_of(pool: Any, body: Callable[[], None]) -> Callable[[], None]:
+    """Records a function as a CUDA graph, and does not run it. Returns a function that replays the graph.
 
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def __call__(self, body: Callable[[], None]) -> Callable[[], None]:
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        # Meanwhile the loader's thread may pin memory, which a recording in the mode "global" would not survive.
-        stream, mode = torch.cuda.current_stream(), "thread_local"
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode=mode):
-            body()
-        return graph.replay
+    Args:
+        pool: the memory pool, which graphs may share.
+    """
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    # Meanwhile the loader's thread may pin memory, which a recording in the mode "global" would not survive.
+    stream, mode = torch.cuda.current_stream(), "thread_local"
+    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode):
+        body()
+    return graph.replay
 
 
 @dataclass(slots=True)
@@ -160,7 +159,7 @@ class Recorder:
             self._step.run.console.warn(f"the step cannot be recorded ({self.failure}); it runs eagerly")
 
     def _record_step(self, inputs: StepInput) -> None:
-        step, record = self._step, CudaGraphs()
+        step, record = self._step, functools.partial(graph_of, torch.cuda.graph_pool_handle())
         if inputs.total is None:
             raise ValueError(
                 "the size of the global batch is not known before the step: use run.batches() or run.part()"
