@@ -47,12 +47,12 @@ class GradientBucket:
 
     Args:
         buffer: 1-d, the gradients of all `params` one after another. None: the bucket has one parameter, and sends its `.grad`.
-        views: views of the buffer for each parameter's gradient, of the parameter's shape.
+        views: views of the buffer for each parameter's gradient, of the parameter's shape; []: there is no buffer.
     """
 
     params: list[nn.Parameter]
     buffer: torch.Tensor | None = None
-    views: list[torch.Tensor] | None = None
+    views: list[torch.Tensor] = field(default_factory=list)
     missing: int = 0
     """Number of parameters whose gradient is not complete yet in this step."""
     work: dist.Work | None = None
@@ -68,7 +68,7 @@ class GradientBucket:
 
     def __post_init__(self) -> None:
         self.starts = [0]
-        if self.buffer is not None and self.views is not None:
+        if self.buffer is not None:
             self.starts = [int(view.storage_offset() - self.buffer.storage_offset()) for view in self.views]
         starts = [start for start, parameter in zip(self.starts, self.params) if parameter.numel()]
         self.firsts = torch.tensor(starts, dtype=torch.long, device=self.params[0].device)
@@ -88,11 +88,8 @@ class GradientBucket:
         """Puts zeros in the place of missing gradients."""
         for index, parameter in enumerate(self.params):
             if parameter.grad is None:
-                if self.views is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                else:
-                    self.views[index].zero_()  # has an old gradient
-                    parameter.grad = self.views[index]
+                # A view has an old gradient.
+                parameter.grad = self.views[index].zero_() if self.views else torch.zeros_like(parameter)
                 if parameter.numel():
                     self.lacking[parameter] = self.starts[index]
 
@@ -145,7 +142,7 @@ class Reducer:
         self._ids = set(map(id, self.names))  # a tensor's own hash is a function in Python
         self.buckets = self._cut(list(reversed(self.names)))
         self._bucket = {parameter: bucket for bucket in self.buckets for parameter in bucket.params}
-        self._view = {p: view for bucket in self.buckets for p, view in zip(bucket.params, bucket.views or ())}
+        self._view = {p: view for bucket in self.buckets for p, view in zip(bucket.params, bucket.views)}
         for parameter in self.names.keys() - before.keys():
             on_grad(parameter, self.on_gradient)
         self.reset()
