@@ -138,11 +138,7 @@ def _form_of(sums: Sums) -> Form:
 
 def _added(sums: list[torch.Tensor]) -> torch.Tensor:
     """Returns the sum, added one after the other: `torch.sum` takes another order."""
-    column = torch.stack(sums)
-    total = torch.zeros_like(column[0])
-    for row in column:
-        total += row
-    return total
+    return sum(sums, torch.zeros_like(sums[0]))
 
 
 def of_dataset(
