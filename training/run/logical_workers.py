@@ -45,7 +45,7 @@ class LogicalWorkers:
         self.refused: UserError | None = None
         """The error with which this rank refuses the step, such as a changed buffer that cannot be averaged over the parts. The rank then
         computes nothing more, and `finish` raises the error."""
-        self._sum: TreeSum | None = None
+        self._sum = TreeSum(0, torch.float64, run.world)
         self._epoch = -1
         """The epoch of the last batch."""
         self._after: torch.Tensor | None = None
@@ -91,7 +91,7 @@ class LogicalWorkers:
                 "the script draws random numbers between two steps. Under sync.name=exact draw numbers for samples inside the function of "
                 "run.step(function, …): there they do not depend on the number of ranks"
             )
-        buffers = dict(self.replica.model.named_buffers())
+        buffers = self._buffers()
         statistics = {name: one for name, one in buffers.items() if self._names & {name, name.rpartition(".")[2]}}
         self._means = {name: buffer for name, buffer in statistics.items() if buffer.is_floating_point()}
         self._counts = {name: buffer for name, buffer in statistics.items() if name not in self._means}
@@ -117,11 +117,10 @@ class LogicalWorkers:
         """Returns the tree sum of the step under way. The first call of a step begins it, once the number of sums is known."""
         if not self._begun:
             self._begun, self._sections = True, [*self._sections, len(self._step_sums.values), 1]
-            if self._sum is None or self._sum.length != sum(self._sections):
+            if self._sum.length != sum(self._sections):
                 self._sum = TreeSum(sum(self._sections), torch.float64, self.run.world)
             self._sum.release()
             self._sum.begin(self._of)
-        assert self._sum is not None
         return self._sum
 
     def _totals(self) -> list[TreeSum]:
