@@ -38,8 +38,8 @@ class Loop:
     def __init__(self, run: Run, replica: Replica) -> None:
         self.run, self.attempt = run, Attempt(run)
         self.step = Step(run, self.attempt, replica)
-        self._saved_generators, self._resumed = run.saved_generators, run.resumed
-        """This rank's generators at the resume point, until the loop reaches that point and restores them; whether the run resumes."""
+        self._tells_resumed = run.resumed
+        """Whether the run resumes, and nothing has said so yet."""
         self.epochs_planned: int | None = None
         self.steps_planned: int | None = None
         """The arguments of `epochs`; both None: the script has not called `epochs`."""
@@ -130,8 +130,9 @@ class Loop:
 
     def _tell_resumed(self) -> None:
         """Reports once that the run resumes, if something is left to train."""
-        run, cursor, resumed, self._resumed = self.run, self.run.state.cursor, self._resumed, False
-        if resumed:
+        run, cursor = self.run, self.run.state.cursor
+        if self._tells_resumed:
+            self._tells_resumed = False
             run.event("resumed", step=run.user_state.steps, epoch=cursor.epoch, batch=cursor.step)
             run.console.line(f"Resuming at step {run.user_state.steps} (epoch {cursor.epoch + 1}, batch {cursor.step})")
 
@@ -144,16 +145,17 @@ class Loop:
                 kept.restore(kept.epoch_generators, device)
             self.attempt.restored = Restored(self.run.state)
             return
-        if self._saved_generators is not None and not cursor.step:
+        if not cursor.step:
             self._resume_generators()
         kept.epoch_generators = kept.capture(device)
 
     def _resume_generators(self) -> None:
         """Restores the generators of the checkpoint where the loop reaches its position: the draws continue as in an unbroken run."""
-        self.run.user_state.cursor_generators = None
-        if self._saved_generators is not None:
-            self.run.user_state.restore(self._saved_generators, self.run.world.device)
-            self._saved_generators = None
+        run = self.run
+        run.user_state.cursor_generators = None
+        if run.saved_generators is not None:
+            run.user_state.restore(run.saved_generators, run.world.device)
+            run.saved_generators = None
 
     def _end_epoch(self) -> None:
         """Reports the epoch, moves the cursor to the next epoch, and saves if a save is due. Raises `Ended`. Collective."""

@@ -122,7 +122,8 @@ class Run:
         self.facts: dict[str, Any] = {}
         """The facts in run.yaml besides the settings: `global_batch_size` and `data`. A resumed run begins with those of its file."""
         self.saved_generators: dict[str, Any] | None = None
-        """The state of this rank's generators at the resume point; None: the run begins."""
+        """The state of this rank's generators at the resume point, until the loop reaches that point and restores them; None: no state
+        is to be restored."""
         self.places: dict[str, Any] = {}
         """The position of the ranks that have admitted this rank, for `Attempt.be_at`; empty if this rank was not admitted."""
         self._inside = ""
