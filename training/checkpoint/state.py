@@ -228,6 +228,11 @@ class TrainState:
     """The modules in evaluation mode at the cursor, for `gather`."""
 
     @property
+    def models(self) -> list[nn.Module]:
+        """The model, and the average of its weights if there is one."""
+        return [self.model] if self.ema is None else [self.model, self.ema.average]
+
+    @property
     def of_all(self) -> bool:
         """Whether each rank has the losses of all ranks, and the mean of their batch statistics, after each step."""
         return self.sync.batch_parts is not None

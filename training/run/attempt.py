@@ -255,7 +255,7 @@ class Attempt:
         self._alive()
         self._polls += 1
         if self._steps >= FIRST_STEPS and not self._compared:
-            self._compared, self.consensus.fingerprint = True, self._fingerprint()
+            self._compared, self.consensus.fingerprint = True, fingerprint(*self.run.state.models)
             self._check_buffers()
         elif self.run.world.size > 1:
             self.consensus.fingerprint = self._rates()
@@ -348,17 +348,12 @@ class Attempt:
         live = self.run.world.live
 
         def compare() -> list[torch.Tensor]:  # running statistics differ between ranks, see `averaged_buffers`
-            check_parameter_closeness(self.run.state.model, batch_statistics=False)
-            if self.run.state.ema is not None:
-                check_parameter_closeness(self.run.state.ema.average, batch_statistics=False)
+            for model in self.run.state.models:
+                check_parameter_closeness(model, batch_statistics=False)
             return []
 
         with self._telling("replicas", EACH_ALONE):
             compare() if live is None else live.retryable(compare)
-
-    def _fingerprint(self) -> int:
-        state = self.run.state
-        return fingerprint(state.model, *([state.ema.average] if state.ema is not None else []))
 
     def _check_buffers(self) -> None:
         """Compares the buffers of all ranks. Raises `Ended` if buffers differ that no step changes; warns once of others. Collective."""
@@ -432,7 +427,7 @@ class Attempt:
 
     def _save(self) -> None:
         run, step = self.run, self.run.user_state.steps
-        digests = [self._rates(), self._fingerprint() if self._compares else 0]
+        digests = [self._rates(), fingerprint(*run.state.models) if self._compares else 0]
         if self.consensus.look() or not is_same_on_all_ranks(digests, run.world):
             self._replicas_differ()
         self._check_buffers()

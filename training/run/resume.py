@@ -132,8 +132,7 @@ class Restored:
 
     def __init__(self, state: TrainState) -> None:
         self._kept, optimizers = state.user_state, [*state.optimizers.values()]
-        models = [state.model, *([state.ema.average] if state.ema else [])]
-        modules = [module for model in models for module in model.modules()]
+        modules = [module for model in state.models for module in model.modules()]
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         # Some keep a state that is no parameter's.
         states = [one for optimizer in optimizers for one in optimizer.state.values()]
@@ -148,7 +147,7 @@ class Restored:
         ]
         lists = (*(optimizer.param_groups for optimizer in optimizers), *(group["params"] for group in groups))
         self._lists: list[tuple[list[Any], list[Any]]] = [(one, [*one]) for one in lists]
-        tensors = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
+        tensors = [tensor for model in state.models for tensor in (*model.parameters(), *model.buffers())]
         rates = [value for group in groups for name, value in group.items() if name != "params"]
         tensors += [leaf for leaf in tree_leaves([states, rates]) if isinstance(leaf, torch.Tensor)]
         self._tensors = [(tensor, tensor.requires_grad, _copy(tensor)) for tensor in tensors]

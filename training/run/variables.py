@@ -463,8 +463,8 @@ def _is_iterator(kind: type[Any]) -> bool:
 def _held(state: TrainState) -> set[int | None]:
     """Returns the memory of the tensors that a checkpoint holds, and the identities of its generators."""
     kept = state.user_state
-    average = [] if state.ema is None else [*state.ema.average.parameters()]
-    ours = [*state.model.parameters(), *average, *state.model.buffers(), *state.sync.gradients()]
+    parameters = [[*model.parameters()] for model in state.models]
+    ours = [parameters, [*state.model.buffers()], state.sync.gradients()]
     states = [stateful.state_dict() for stateful in (*kept.objects.values(), *kept.rank_objects.values())]
     return storages([ours, states, dict(kept.values)]) | {id(generator) for generator in kept.generators.values()}
 
