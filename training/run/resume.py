@@ -137,16 +137,11 @@ class Restored:
         # Some keep a state that is no parameter's.
         states = [one for optimizer in optimizers for one in optimizer.state.values()]
         self._modes = [(module, module.training) for module in modules]
-        dicts: Iterator[Any] = (
-            one for module in modules for one in (module._modules, module._parameters, module._buffers)
-        )
-        self._dicts = [
-            (one, {**one})
-            for one in (*dicts, *groups, *states, *(optimizer.state for optimizer in optimizers))
-            if isinstance(one, dict)
-        ]
-        lists = (*(optimizer.param_groups for optimizer in optimizers), *(group["params"] for group in groups))
-        self._lists: list[tuple[list[Any], list[Any]]] = [(one, [*one]) for one in lists]
+        containers: list[Any] = [*groups, *(one for one in states if isinstance(one, dict))]
+        containers += [one for module in modules for one in (module._modules, module._parameters, module._buffers)]
+        containers += [one for optimizer in optimizers for one in (optimizer.state, optimizer.param_groups)]
+        containers += [group["params"] for group in groups]
+        self._containers = [(one, [*one] if isinstance(one, list) else {**one}) for one in containers]
         tensors = [tensor for model in state.models for tensor in (*model.parameters(), *model.buffers())]
         rates = [value for group in groups for name, value in group.items() if name != "params"]
         tensors += [leaf for leaf in tree_leaves([states, rates]) if isinstance(leaf, torch.Tensor)]
@@ -165,11 +160,9 @@ class Restored:
         """Restores this rank's state, where it has changed. Collective if `state_dict` or `load_state_dict` of a kept object is."""
         for optimizer in self._optimizers:
             del optimizer.add_param_group
-        for live, before in self._dicts:
+        for live, before in self._containers:
             live.clear()
-            live.update(before)
-        for items, before_items in self._lists:
-            items[:] = before_items
+            (live.extend if isinstance(live, list) else live.update)(before)
         for module, mode in self._modes:
             module.training = mode
         for tensor, is_trained, copied in self._tensors:
