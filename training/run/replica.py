@@ -384,10 +384,8 @@ class Buffers:
 
     def begin(self) -> None:
         """Notes the versions of the buffers, as a step or its batch begins."""
-        if self._alike or self._world.size == 1:  # no comparison needs them
-            self._before = {}
-            return
-        self._before = {name: (buffer, buffer._version) for name, buffer in self._tensors() if name not in self._moved}
+        tensors = () if self._alike or self._world.size == 1 else self._tensors()  # no comparison needs the others
+        self._before = {name: (buffer, buffer._version) for name, buffer in tensors if name not in self._moved}
 
     def end(self) -> None:
         """Leaves out the buffers that the step has changed."""
