@@ -301,7 +301,7 @@ class Loop:
                         self.attempt.unsaved.note_variables()
                     run.goodput.enter(TimeCategory.EVALUATION)
                     return
-                if part is None and step.same_samples is None:
+                if part is None and "batch" not in self.attempt.known:
                     step.same_samples = _same_samples(item, run.world)
                     self.attempt.known.add("batch")
                 clock.data_ready()

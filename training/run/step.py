@@ -71,9 +71,9 @@ class Step:
         """Whether the batch has gradients that no update has used: `backward` sets it, `_end` clears it."""
         self.part: Part | None = None
         """This rank's part of the batch; None: unknown. `set_part` sets it, `end_batch` clears it, `_loss` narrows it to a micro-batch."""
-        self.same_samples: int | None = None
+        self.same_samples = 0
         """Samples of a first batch that is the same on all ranks, an error unless each rank takes its part. 0: the batches differ, or
-        nothing compares them. None: not checked yet. `Loop` sets it, or `join`."""
+        nothing has compared them. `Loop` sets it."""
         self._given = 0
         """Batches of this attempt: `begin_batch` counts."""
         self._micro_batches = False
@@ -102,7 +102,6 @@ class Step:
 
     def join(self) -> None:
         """Prepares a rank that the others admit in the middle of the run. Its machine computes the same bits as theirs."""
-        self.same_samples = 0 if "batch" in self.attempt.known else None
         if self.logical_workers is not None:
             check_alone(self.run)
 
