@@ -72,8 +72,8 @@ class Unsaved:
         """Digest of the first batch of an epoch of `run.batches`."""
         self.given: Any = None
         """The batch that the script has."""
-        self._kinds_due, self._kinds_before = run.resumed, run.user_state.variables
-        """Whether functions, classes and hooks are still to be compared with their digests in the checkpoint; these digests."""
+        self._kinds_before = run.user_state.variables if run.resumed else None
+        """The digests of functions, classes and hooks in the checkpoint, with which they are still to be compared; None: with none."""
         self._moved: dict[str, str] = {}
         """Variable that this rank has changed, and that ranks must agree on, from `note_variables` to the next look → digest."""
         self.is_uneven = False
@@ -162,9 +162,9 @@ class Unsaved:
     def compare_kinds(self) -> None:
         """Warns once of functions, classes and hooks that differ from the save. After a batch, since a script may set them from the epoch
         or from `run.steps`."""
-        if self._kinds_due:
-            self._kinds_due = False
+        if self._kinds_before is not None:
             self._warn_of(self._variables.differing(self._kinds_before, kinds=True))
+            self._kinds_before = None
 
     def _warn_of(self, names: list[str]) -> None:
         if names:
