@@ -7,6 +7,7 @@ every rank leaves at the same boundary even where one alone saw the signal.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -41,7 +42,8 @@ class Signals:
         """Called with the exit code before the second signal ends the process, in a thread of its own."""
         self.meeting = meeting
         """Until the ranks have met there is nothing to save or to agree on: a signal ends the process at once."""
-        self._first = 0.0
+        self.since = math.inf
+        """When the first one came (`time.monotonic`); infinite: none has."""
         self._now = now
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
@@ -60,11 +62,6 @@ class Signals:
         for one in came:
             signal.raise_signal(one)
 
-    @property
-    def since(self) -> float | None:
-        """When the first one came (`time.monotonic`); None: none has."""
-        return self._first if self.received is not None else None
-
     def _watch(self) -> None:
         while numbers := os.read(self._read, 64):
             for number in numbers:
@@ -79,8 +76,8 @@ class Signals:
             )
             self._leave(EXIT_PREEMPTED)
         elif self.received is None:
-            self.received, self._first = signal.Signals(number).name, self._now()
-        elif self._now() - self._first > ONE_SIGNAL_SECONDS:
+            self.since, self.received = self._now(), signal.Signals(number).name
+        elif self._now() - self.since > ONE_SIGNAL_SECONDS:
             self._leave(128 + number)
 
     def _leave(self, code: int) -> None:

@@ -187,7 +187,8 @@ class Saver:
 
     def __init__(self, run: Run, alive: Callable[[], None]) -> None:
         self._alive = alive
-        self._leaving_since: float | None = None
+        self._leaving_since = math.inf
+        """When the ranks agreed to leave (`time.monotonic`); infinite: they have not."""
         settings = run.config.checkpoint
         self.run, self.settings, self._grace = run, settings, run.config.preempt.grace_seconds
         self.failures = 0
@@ -282,7 +283,7 @@ class Saver:
 
     def leaving(self) -> None:
         """Limits every later wait to the grace period, once the ranks have agreed to leave."""
-        self._leaving_since = self._leaving_since or time.monotonic()
+        self._leaving_since = min(self._leaving_since, time.monotonic())
 
     def durable(self) -> bool:
         """Waits for the last save. Returns whether the run directory has it, and the bucket if there is one; True if none was made.
@@ -338,9 +339,8 @@ class Saver:
 
     def _left(self) -> float:
         """Returns the seconds of the grace period that are left for a disk or a bucket; infinite if no rank has been asked to leave."""
-        signalled = None if self.run.signals is None else self.run.signals.since
-        since = min((at for at in (signalled, self._leaving_since) if at is not None), default=math.inf)
-        return since + self._grace - time.monotonic()
+        signalled = math.inf if self.run.signals is None else self.run.signals.since
+        return min(signalled, self._leaving_since) + self._grace - time.monotonic()
 
     def _reap(self) -> None:
         """Waits for the last save, after a signal at most for the rest of the grace period. Records its result. If the disk fails, this
