@@ -382,9 +382,6 @@ class Saver:
 
     def close(self) -> None:
         """Waits for the last save, unless it hangs. Then its temporary file stays, and the next start removes it."""
-        if self._writer is not None:
-            self._reap()
-            if not self._hangs:
-                self._writer.wait()
-                while self._waits_for_bucket():
-                    pass
+        self._reap()
+        while not self._hangs and self._waits_for_bucket():
+            pass
