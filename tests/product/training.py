@@ -217,10 +217,10 @@ def late_inputs(seconds: float) -> None:
     recorder = Inside("training.run.recording").Recorder
     prepare = recorder.prepare
 
-    def late(self: Any, *args: Any) -> None:
+    def late(self: Any, *args: Any) -> Any:
         if self._recorded is not None:
             time.sleep(seconds)
-        prepare(self, *args)
+        return prepare(self, *args)
 
     recorder.prepare = late
 

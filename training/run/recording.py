@@ -71,13 +71,17 @@ def graph_of(pool: Any, body: Callable[[], None]) -> Callable[[], None]:
 
 @dataclass(slots=True)
 class _Recorded:
-    """A recorded step: its graphs, and the tensors that they read and write."""
+    """A recorded step: its graphs, and the tensors that they read and write. The `replay_` methods take the place of the eager step."""
 
+    step: Step
     inputs: StepInput
     """The input whose tensors the recording reads; each step is copied into them."""
     identity: tuple[Any, ...]
     held: list[Any]
     """The objects whose ids are in `identity`, kept alive so that no other object gets such an id."""
+    points: RecordedPoints
+    before: list[torch.Tensor]
+    """Copies of the buffers before the step, which a replay fills."""
     gradients: Callable[[], None] | None = None
     """Replays the gradients' graph; None: the update's graph computes them."""
     update: Callable[[], None] = lambda: None
@@ -93,9 +97,48 @@ class _Recorded:
     bytes_sent: int = 0
     """Bytes that one replay passes to collectives."""
 
+    def replay_gradients(self) -> torch.Tensor | None:
+        """Replays the gradients' graph. Returns their norm, a scalar; None: the update's graph computes the gradients."""
+        if self.gradients is None:
+            return None
+        self.gradients()
+        self._count_replay()
+        return self.norm
+
+    def replay_update(self) -> torch.Tensor | None:
+        """Replays the update's graph. Returns the gradient's norm before the clipping, a scalar; None: nothing reads the norm."""
+        self.update()
+        if self.gradients is None:
+            self._count_replay()
+        return self.norm
+
+    def replay_part(self, inputs: StepInput, part: int, low: int, high: int) -> bool:
+        """Replays a part of the batch and adds its results to the sums. Returns False if its shape is not the recorded one."""
+        parts = self.step.logical_workers
+        assert self.part is not None and parts is not None
+        of_one = inputs.of_samples(low, high)
+        if of_one.samples != self.inputs.samples or not pytree.fill(self.inputs.batch, list(of_one.batch)):
+            return False
+        parts.draw(part)
+        self.part()
+        parts.put(part, self.collected)
+        return True
+
+    def take_sums(self, sums: list[torch.Tensor]) -> None:
+        """Copies the sums over all parts into the tensors that the update's graph reads."""
+        for kept, total in zip(self.sums, sums, strict=True):
+            kept.copy_(total)
+
+    def _count_replay(self) -> None:
+        """Counts the bytes that the replay sends, and queues its time stamps for reading. The replay need not have ended."""
+        if self.part is not None:
+            return  # nothing is sent within a part
+        self.step.replica.sync.bytes_sent += self.bytes_sent
+        self.step.run.state.clock.replayed(self.points)
+
 
 class Recorder:
-    """Records the steps of a run after `WARM_UP` steps over the same number of samples, and replays them.
+    """Records the steps of a run after `WARM_UP` steps over the same number of samples.
 
     It records one size of global batch: the first that more than `WARM_UP` steps had. So all ranks decide alike whether to record,
     and no second recording can take the memory of the first.
@@ -105,37 +148,34 @@ class Recorder:
     """
 
     def __init__(self, step: Step, optimizer: RatedOptimizer) -> None:
-        device = step.run.world.device
-        optimizer.use_tensor(device)
-        self._step, self._sync, self._optimizer = step, step.replica.sync, optimizer
-        self.before: list[torch.Tensor] = []
-        """Copies of the buffers before the step: the recording fills them."""
-        self._points = RecordedPoints(device)
+        optimizer.use_tensor(step.run.world.device)
+        self._step, self._optimizer = step, optimizer
         self._times: dict[int | None, int] = {}
         self._recorded: _Recorded | None = None
-        self.replays: _Recorded | None = None
-        """The recording that replays the step under way; None: the step runs eagerly. `prepare` sets it."""
         self.failure = ""
         """Why the recording failed; "": it has not failed."""
 
-    def prepare(self, inputs: StepInput) -> None:
-        """Prepares a step: records it if that is due, and selects the replay if the step is recorded. Collective if a recording is due."""
-        step, self.replays = self._step, None
+    def prepare(self, inputs: StepInput) -> _Recorded | None:
+        """Prepares a step: records it if that is due. Returns the recording that replays it; None: it runs eagerly. Collective if a
+        recording is due."""
+        step, parts = self._step, self._step.logical_workers
         self._optimizer.publish_rates()
         if not self.failure and self._is_due(inputs):
             with step.run.goodput.on(TimeCategory.START):
                 self._record_on_all_ranks(inputs)
         recorded = self._recorded
         if recorded is None or self._identity(inputs) != recorded.identity:
-            return
-        if step.logical_workers is not None:
-            if not step.logical_workers.proves(step.attempt.after_save) and not step.logical_workers.refused:
-                self.replays = recorded
-                for kept, tensor in zip(self.before, step.replica.model.buffers()):
-                    kept.copy_(tensor)
-        elif pytree.fill(recorded.inputs.batch, list(inputs.batch)):
-            self.replays = recorded
+            return None
+        if parts is None:
+            if not pytree.fill(recorded.inputs.batch, list(inputs.batch)):
+                return None
             step.run.state.clock.before_replay()
+        else:
+            if parts.proves(step.attempt.after_save) or parts.refused:
+                return None
+            for kept, tensor in zip(recorded.before, step.replica.model.buffers()):
+                kept.copy_(tensor)
+        return recorded
 
     def _is_due(self, inputs: StepInput) -> bool:
         """Returns whether to record this step now. The same on all ranks."""
@@ -152,7 +192,7 @@ class Recorder:
         except Exception as caught:  # noqa: BLE001 - a model may do anything that cannot be recorded; eager steps continue
             error = f"{type(caught).__name__}: {str(caught).splitlines()[0] if str(caught) else ''}"
         errors = all_gather_trees(error, self._step.run.world)
-        self._sync.zero_grad()
+        self._step.replica.sync.zero_grad()
         failed = next(((rank, text) for rank, text in enumerate(errors) if text), None)
         if failed is not None:
             self.failure, self._recorded = f"rank {failed[0]}: {failed[1]}", None
@@ -168,13 +208,14 @@ class Recorder:
             raise ValueError("the ranks sum its divisor: give it a number")  # noqa: TRY004 - a value that cannot be recorded
         if not inputs.samples or inputs.weight != 1.0:
             raise ValueError("this rank has no sample of the batch")
-        sync, checks, parts = self._sync, step.looks or inputs.scaler is not None, step.logical_workers
+        sync, checks, parts = step.replica.sync, step.looks or inputs.scaler is not None, step.logical_workers
         of_one = inputs if parts is None or inputs.part is None else inputs.of_samples(*inputs.part.parts[0])
         static_inputs = replace(of_one, batch=tuple(pytree.recorded(item) for item in of_one.batch))
         # The graph reads these rates, and writes into these gradients also after the strategy has made others.
         held = [inputs.scaler, *_closure(inputs), *self._trained(), self._optimizer.rates, *sync.gradients()]
-        recorded = _Recorded(static_inputs, self._identity(inputs), held)
-        self.before = kept_buffers(step.replica.model) if checks or parts is not None else []
+        points = RecordedPoints(step.run.world.device)
+        before = kept_buffers(step.replica.model) if checks or parts is not None else []
+        recorded = _Recorded(step, static_inputs, self._identity(inputs), held, points, before)
 
         def part(parts: LogicalWorkers) -> None:
             parts.restore()
@@ -187,13 +228,13 @@ class Recorder:
                 parts.finish(recorded.sums)
                 recorded.norm = step.measure(inputs)
                 return
-            for kept, tensor in zip(self.before, step.replica.model.buffers()):
+            for kept, tensor in zip(before, step.replica.model.buffers()):
                 kept.copy_(tensor)
             sync.zero_grad()
             step.forward_backward(recorded.inputs)
-            self._points.mark(0)
+            points.mark(0)
             sync.synchronize()
-            self._points.mark(1)
+            points.mark(1)
             recorded.norm = step.measure(inputs)
 
         def update() -> None:
@@ -204,7 +245,7 @@ class Recorder:
         sent = sync.bytes_sent
         try:
             if parts is not None and inputs.part is not None:
-                parts.begin(inputs.part, self.before, after_save=False)
+                parts.begin(inputs.part, before, after_save=False)
                 recorded.part = record(functools.partial(part, parts))
                 recorded.sums = [torch.zeros_like(leaf) for leaf in recorded.collected]
             if checks:
@@ -215,50 +256,6 @@ class Recorder:
             if parts is None:  # else nothing is sent in it
                 sync.bytes_sent = sent  # nothing has run yet
         self._recorded = recorded
-
-    def replay_gradients(self) -> torch.Tensor | None:
-        """Replays the gradients' graph. Returns their norm, a scalar; None: the update's graph computes the gradients."""
-        recorded = self.replays
-        assert recorded is not None
-        if recorded.gradients is None:
-            return None
-        recorded.gradients()
-        self._count_replay(recorded)
-        return recorded.norm
-
-    def replay_update(self) -> torch.Tensor | None:
-        """Replays the update's graph. Returns the gradient's norm before the clipping, a scalar; None: nothing reads the norm."""
-        recorded = self.replays
-        assert recorded is not None
-        recorded.update()
-        if recorded.gradients is None:
-            self._count_replay(recorded)
-        return recorded.norm
-
-    def replay_part(self, inputs: StepInput, part: int, low: int, high: int) -> bool:
-        """Replays a part of the batch and adds its results to the sums. Returns False if its shape is not the recorded one."""
-        recorded, step = self.replays, self._step
-        assert recorded is not None and recorded.part is not None and step.logical_workers is not None
-        of_one = inputs.of_samples(low, high)
-        if of_one.samples != recorded.inputs.samples or not pytree.fill(recorded.inputs.batch, list(of_one.batch)):
-            return False
-        step.logical_workers.draw(part)
-        recorded.part()
-        step.logical_workers.put(part, recorded.collected)
-        return True
-
-    def take_sums(self, sums: list[torch.Tensor]) -> None:
-        """Copies the sums over all parts into the tensors that the update's graph reads."""
-        assert self.replays is not None
-        for kept, total in zip(self.replays.sums, sums, strict=True):
-            kept.copy_(total)
-
-    def _count_replay(self, recorded: _Recorded) -> None:
-        """Counts the bytes that the replay sends, and queues its time stamps for reading. The replay need not have ended."""
-        if recorded.part is not None:
-            return  # nothing is sent within a part
-        self._sync.bytes_sent += recorded.bytes_sent
-        self._step.run.state.clock.replayed(self._points)
 
     def _trained(self) -> list[torch.Tensor]:
         return [parameter for parameter in self._step.replica.model.parameters() if parameter.requires_grad]

@@ -67,6 +67,8 @@ class Step:
         self._batch_mean = BatchMean(run, replica)
         self.recorder: Any = None
         """The recorder of CUDA graphs (`recording.Recorder`). `Loop.begin` sets it; None: all steps run eagerly."""
+        self._replay: Any = None
+        """The recording that replays the step under way; None: the step runs eagerly. `take` sets it."""
         self.pending = False
         """Whether the batch has gradients that no update has used: `backward` sets it, `_end` clears it."""
         self.part: Part | None = None
@@ -185,9 +187,9 @@ class Step:
         with self.replica.training(inputs.optimizers), self._drawing:
             self._redraw()
             if self.recorder is not None:
-                self.recorder.prepare(inputs)
-            if self._replays:
-                self._before = self.recorder.before
+                self._replay = self.recorder.prepare(inputs)
+            if self._replay is not None:
+                self._before = self._replay.before
             else:
                 keeps = self.looks or inputs.scaler is not None or self.logical_workers is not None
                 self._before = kept_buffers(self.replica.model) if keeps else []
@@ -217,16 +219,16 @@ class Step:
         nothing reads it. Collective."""
         if self.logical_workers is not None:
             self._sum_parts(inputs, self.logical_workers)
-        elif not self._replays:
+        elif self._replay is None:
             self.forward_backward(inputs)
             with self.run.state.clock.synchronizing(self.replica.sync.watch):
                 self.replica.sync.synchronize()
             self.sums.agree()
             self.attempt.known.add("numbers")
             self._divide(inputs)
-        if self._replays:
+        if self._replay is not None:
             self._samples, self._losses = inputs.samples, []
-            return self.recorder.replay_gradients()
+            return self._replay.replay_gradients()
         return self.measure(inputs)
 
     def _sum_parts(self, inputs: StepInput, parts: LogicalWorkers) -> None:
@@ -246,8 +248,8 @@ class Step:
 
         sums = compute() if live is None else live.retryable(compute, changes=True)
         self.attempt.known.add("numbers")
-        if self._replays:
-            self.recorder.take_sums(sums)
+        if self._replay is not None:
+            self._replay.take_sums(sums)
         else:
             parts.finish(sums)
 
@@ -263,7 +265,7 @@ class Step:
             self._forward_backward(inputs, 0, inputs.samples)
             return
         if sums:
-            parts.begin(part, self._before, self.attempt.after_save, looks=not self._replays)
+            parts.begin(part, self._before, self.attempt.after_save, looks=self._replay is None)
         live = self.run.world.live if sums else None
         for index, (low, high) in enumerate(part.parts, part.first):
             if live is not None:
@@ -271,7 +273,7 @@ class Step:
             if sums and index == part.first and parts.proof is not None:
                 first = inputs.micro_batches(low, high)[0]
                 parts.prove(index, functools.partial(self._loss, inputs, *first), inputs, self.current.gave)
-            if sums and self._replays and self.recorder.replay_part(inputs, index, low, high):
+            if sums and self._replay is not None and self._replay.replay_part(inputs, index, low, high):
                 continue
             parts.begin_part(index, sums)
             self.sums.begin()
@@ -315,11 +317,6 @@ class Step:
         self._samples += samples
         self.sums.add(loss, numbers, samples, share, inputs.weight)
 
-    @property
-    def _replays(self) -> bool:
-        """Whether this step is replayed from a recording."""
-        return self.recorder is not None and self.recorder.replays is not None
-
     def measure(self, inputs: StepInput) -> torch.Tensor | None:
         """Divides the gradients by the loss scale and returns their norm, a scalar; None if nothing reads it. NaN and infinity survive
         the sum, so every rank reads the same norm without a further collective."""
@@ -335,8 +332,8 @@ class Step:
 
     def move(self, inputs: StepInput, norm: torch.Tensor | None) -> torch.Tensor | None:
         """Clips the gradients and moves the weights. Returns the norm before the clipping."""
-        if self._replays:
-            return self.recorder.replay_update()
+        if self._replay is not None:
+            return self._replay.replay_update()
         if inputs.clip:
             norm = self.replica.sync.clip(inputs.clip, norm, inputs.parameters)
         if inputs.parameters is not None:
