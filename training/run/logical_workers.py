@@ -24,7 +24,8 @@ from ..generators import RngScope
 from ..parallel.exchange import all_gather_trees, raise_together
 from ..parallel.packing import tensor_bytes
 from ..resilience.closeness import BATCH_STATISTICS
-from ..sync.exact import Exact, TreeSum, capturing
+from ..sync.base import capturing
+from ..sync.exact import Exact, TreeSum
 from .proof import Proof, changed, due
 from .replica import Replica, Several
 from .run import Run

@@ -23,7 +23,7 @@ from ..observe.steps import mean_loss
 from ..parallel.exchange import all_gather_trees, raise_together
 from ..parallel.live import RestartRequired
 from ..parallel.world import World
-from ..sync.base import GradientSync
+from ..sync.base import GradientSync, capturing
 from .attempt import Attempt
 from .run import Run
 
@@ -343,7 +343,7 @@ class StepSums:
         for index, name in enumerate(self._run.user_state.measured, 2):
             number = numbers[name]
             on_device = isinstance(number, torch.Tensor) and number.device == loss.device
-            if not on_device and loss.is_cuda and torch.cuda.is_current_stream_capturing():
+            if not on_device and capturing(loss):
                 raise ValueError(f"the function returns {name} as a number, which a replay would not compute again")
             self.values[index].add_(number.detach().reshape(()) if on_device else float(number), alpha=weight)
 

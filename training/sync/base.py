@@ -344,9 +344,14 @@ def stands_for_none(firsts: torch.Tensor) -> torch.Tensor:
     return (firsts.real == 0) & firsts.real.signbit()
 
 
+def capturing(tensor: torch.Tensor) -> bool:
+    """Returns whether a recording is under way on the tensor's device, so that the host cannot read the tensor."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def refuse_recording(parameter: torch.Tensor, problem: str) -> None:
     """Raises `RuntimeError` if a CUDA graph is being recorded."""
-    if parameter.is_cuda and torch.cuda.is_current_stream_capturing():
+    if capturing(parameter):
         raise RuntimeError(problem)
 
 

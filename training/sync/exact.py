@@ -24,7 +24,7 @@ from torch import nn
 from ..config import Positive, Sync, settings
 from ..data import order
 from ..parallel.world import World
-from .base import GradientSync, broadcast_module, is_compiled, nbytes, placed, trainable
+from .base import GradientSync, broadcast_module, capturing, is_compiled, nbytes, placed, trainable
 from .tree import Node, Tree, whole_nodes
 
 
@@ -33,11 +33,6 @@ def nodes_of_ranks(parts: int, size: int) -> tuple[tuple[Node, ...], ...]:
     """Returns, for each of `size` ranks, the nodes of the tree over `parts` parts that the rank sends."""
     ranges = (order.bounds(parts, rank, size) for rank in range(size))
     return tuple(tuple(whole_nodes(parts, *bounds)) for bounds in ranges)
-
-
-def capturing(tensor: torch.Tensor) -> bool:
-    """Returns whether a recording is under way on the tensor's device, so that the host cannot read the tensor."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 class TreeSum:
