@@ -357,7 +357,8 @@ def machine(device: torch.device) -> dict[str, Any]:
 def arithmetic(device: torch.device) -> bytes:
     """Returns the results of a few operations on fixed numbers: large sums, whose order depends on threads and
     instruction set. They also cover the operations of optimizers, and numbers below float32's normal range."""
-    x, y = _numbers(300_007, device), _numbers(300_007, device).flip(0)
+    x = torch.arange(300_007, device=device).mul_(7919).remainder_(2003).float().div_(1001).sub_(1)  # from −1 to 1
+    y = x.flip(0)
     small = torch.full((8,), 1e-20, device=device)
     square = x[: 256 * 256].view(256, 256)
     images, filters = x[: 4 * 16 * 32 * 32].view(4, 16, 32, 32), y[: 32 * 16 * 3 * 3].view(32, 16, 3, 3)
@@ -367,8 +368,3 @@ def arithmetic(device: torch.device) -> bytes:
         F.conv2d(images, filters),
     ]  # fmt: skip
     return b"".join(tensor_bytes(tensor).numpy().tobytes() for tensor in results)
-
-
-def _numbers(count: int, device: torch.device) -> torch.Tensor:
-    """Returns `count` fixed float32 numbers from −1 to 1, on the device."""
-    return torch.arange(count, device=device).mul_(7919).remainder_(2003).float().div_(1001).sub_(1)
