@@ -434,13 +434,14 @@ class Step:
 
         Raises `TypeError`, `ValueError` for invalid arguments. Raises `UserError` if the gradient of this step is summed already, and
         `RuntimeError` for a call out of its order."""
+        sync = self.replica.sync
         checked_loss(loss)
         if self.pending and self._total is not None:
-            raise self.replica.sync.refuse(
+            raise sync.refuse(
                 "has summed the gradient of this step's first backward()",
                 "to add up several batches, go over run.iterate(loader, accumulate=k) and run.accumulate(batches)",
             )
-        if isinstance(self.replica.sync, Several):
+        if isinstance(sync, Several):
             raise TypeError(
                 "several models need a step that can be called, so that one learns and the others do not: "
                 "run.step(lambda x: loss, x, optimizer=…) in place of run.step(loss)"
@@ -451,22 +452,21 @@ class Step:
                 "place of run.step(loss)"
             )
         inputs = inputs.of_part(self.part, whole=not self._accumulating)
-        samples = 0 if inputs.part is not None and inputs.part.samples == 0 else inputs.samples
-        self._batch_mean.look_at_loss(loss, inputs, self._accumulating)
         part = inputs.part
+        samples = 0 if part is not None and part.samples == 0 else inputs.samples
+        self._batch_mean.look_at_loss(loss, inputs, self._accumulating)
         self.attempt.unsaved.is_uneven |= part is not None and part.samples * self.run.world.size != part.total
         if not self.pending:  # an error may have ended the step before
             self._forget()
             self._total = None
         self.attempt.stage = 2
-        self._check_use(inputs.part, samples)
+        self._check_use(part, samples)
         self.pending, self._as_function, self._inputs = True, False, inputs
         self._backpropagate(inputs, loss, {}, samples)
         if self._micro_batches:
             return
-        sync = self.replica.sync
         with self.run.state.clock.synchronizing(sync.watch):
-            self.replica.sync.synchronize()
+            sync.synchronize()
         self._divide(inputs)
         self._versions = self._versions_now()
 
