@@ -12,6 +12,7 @@ The modules in reading order:
     resume.py           the checkpoint that a start resumes from, and whether it fits the script's objects.
     unsaved.py          warnings of state that no checkpoint holds.
     variables.py        the script's variables at a save and at a resume.
+    contents.py         what variables lead to, and what models and hooks hold besides their state.
     bytecode.py         what a script's functions and classes read and set.
     evaluation.py       an evaluation that counts every sample once.
     reporting.py        the reports of a script: numbers, events, values of the summary.

@@ -29,10 +29,11 @@ from ..parallel.exchange import all_gather_trees, is_same_on_all_ranks
 from ..parallel.names import plain, plain_name
 from ..parallel.packing import storage, storages
 from ..resilience.closeness import differing_ranks, fingerprint, first_of, sums_of_bits
+from .contents import Reached, reached
 from .proof import text_of
 from .replica import tables_of
 from .run import Run
-from .variables import LIST, Reached, Variables, beginning, counting, marks_in_model, reached, tables
+from .variables import LIST, Variables, beginning, counting, marks_in_model, tables
 
 T = TypeVar("T")
 SCORES = ("accuracy", "loss")

@@ -1,0 +1,217 @@
+"""What the variables of a script lead to, and what its models, optimizers and hooks hold besides their state: attributes and items."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import gc
+import itertools
+import queue
+import types
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from .. import generators
+from ..checkpoint.state import TrainState
+from ..parallel.names import plain, plain_name
+from .bytecode import Kind, code_of, frames, has_no_parameter, innermost, kind_of, reads, returns, set_anew, unwrapped
+from .proof import OF_TORCH
+from .undo import codes_of, is_of_script, root_of
+
+MOST, LEVELS, DEPTH, ITEMS = 5000, 8, 3, 100
+"""Limits: objects to inspect, levels of the script's objects below a variable, levels of other objects and of lists and dictionaries, items
+at each end of a list or dictionary."""
+PLAIN = (type(None), bool, int, str, bytes)
+SEQUENCES = (list, tuple, deque)
+_SET_BY_TORCH = ("_zero_grad_profile_name", "_opt_called", "_step_count")
+OF_OPTIMIZER = {*torch.optim.Optimizer.__init__.__code__.co_names, *_SET_BY_TORCH, "step", "add_param_group", "sync"}
+"""Attributes of optimizers that belong to torch or Lockstep: names in the constructor, as a first optimizer imports torch's compiler."""
+_OF_DATA = (Dataset, Sampler, DataLoader)
+_HOLDERS = (argparse.Namespace, types.SimpleNamespace, functools.partial, types.MethodType, queue.Queue)
+"""Types of Python whose contents a script sets."""
+_STATES = (int, float, str, tuple, torch.Tensor, np.ndarray)
+"""Types of attributes that `states_of` returns. A pass may fill a list or dictionary, for a plot or an extra loss."""
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks",
+          "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # fmt: skip
+"""Attributes of modules, parameters and optimizers with their hooks."""
+
+
+class Reached(NamedTuple):
+    """A value that a variable of the script leads to."""
+
+    name: str
+    value: Any
+    is_own: bool
+    """Whether the script names the value: a variable, or an attribute of an object, a class or a module of the script."""
+    is_part: bool
+    """Whether the value is an item of a list or dictionary that the script names, which is compared as a whole."""
+
+
+def reached(state: TrainState | None) -> list[Reached]:
+    """Returns the values of the running functions' variables, with the attributes and items below them. Leaves out the content of kept
+    objects, since a state may consist of copies, and the generators of the process. Returns nothing if an object of the script raises,
+    since all this only serves warnings."""
+    named = ((name, value) for names in frames() for name, value in names.items() if name[:2] != "__")
+    optimizers = {} if state is None else state.optimizers
+    of_optimizers = (
+        (f"{name}.{key}", value)
+        for name, optimizer in optimizers.items()
+        for key, value in (vars(optimizer).items() if is_of_script(root_of(optimizer)) else ())
+        if key not in OF_OPTIMIZER
+    )
+    with contextlib.suppress(Exception):  # a property, or a subclass of a tensor or a dictionary, may raise anything
+        return list(below([*named, *of_optimizers], [] if state is None else known(state)))
+    return []
+
+
+def known(state: TrainState) -> list[Any]:
+    """Returns the values that a checkpoint restores."""
+    kept = state.user_state
+    things = [*state.optimizers.items(), *kept.objects.items(), *kept.rank_objects.items()]
+    inside = [
+        (name, [thing.state, thing.param_groups] if isinstance(thing, torch.optim.Optimizer) else thing)
+        for name, thing in things
+        if not isinstance(thing, torch.optim.lr_scheduler.LRScheduler)  # it has an optimizer that need not be kept
+    ]
+    known = [*kept.generators.values(), *generators.of_process(state.world.device).values()]
+    return known + [value for _, value, *_ in below(inside, [])]
+
+
+def below(named: Iterable[tuple[str, Any]], known: list[Any]) -> Iterator[Reached]:
+    """Yields these values, and the attributes and items below them, without the known ones."""
+    waiting = deque((Reached(name, value, True, False), LEVELS) for name, value in named)
+    seen: dict[int, Any] = {id(value): value for value in known}
+    while waiting and len(seen) < MOST:
+        one, left = waiting.popleft()
+        name, value, is_own, is_part = one
+        kind = type(value)
+        if issubclass(kind, (*PLAIN, float, torch.Tensor)):
+            if is_own or issubclass(kind, torch.Tensor):
+                yield one
+            continue
+        of_script = is_of_script(root_of(unwrapped(value)))
+        if id(value) in seen or kind.__module__.startswith("lockstep."):
+            if is_own and id(value) in seen and kind_of(value) is not None:  # several variables may have one function
+                yield one
+            if kind.__name__ == "Session" and left:
+                waiting.append((Reached(f"{name}.config", getattr(value, "config", None), True, False), left - 1))
+            continue
+        if issubclass(kind, (types.ModuleType, type)) and not of_script:
+            continue
+        seen[id(value)] = value
+        yield one
+        # A module without parameters may be a loss function with settings.
+        is_open = issubclass(kind, nn.Module) and has_no_parameter(value)
+        if not left or issubclass(kind, torch.optim.Optimizer) or (issubclass(kind, nn.Module) and not is_open):
+            continue
+        holds = issubclass(kind, (dict, list, tuple))
+        # A quasi-random sequence, such as scipy's Halton, counts its points.
+        is_sequence = hasattr(kind, "fast_forward")
+        names = not holds and (of_script or is_open or is_sequence or issubclass(kind, (*_HOLDERS, *_OF_DATA)))
+        parts = holds and (is_own or is_part)
+        left = (left if names or parts else min(left, DEPTH)) - 1
+        waiting.extend((Reached(inner, item, names, parts), left) for inner, item in _inside(name, value))
+
+
+def _inside(name: str, value: Any) -> list[tuple[str, Any]]:
+    """Returns the items or attributes of a value, or what a function is bound to, with their names."""
+    if issubclass(type(value), types.FunctionType):
+        cells = zip(value.__code__.co_freevars, value.__closure__ or ())  # a cell may be empty
+        bound = [(free, item) for free, cell in cells for item in gc.get_referents(cell)]
+        names = value.__code__.co_varnames[: value.__code__.co_argcount]
+        defaults = zip(reversed(names), reversed(value.__defaults__ or ()))
+        local = [(f"{name}.{inner}", item) for inner, item in (*bound, *defaults, *vars(value).items())]
+        return local + _globals_of(value)
+    if issubclass(type(value), types.MethodType):
+        return [(f"{name}.__self__", value.__self__), (f"{name}.__func__", value.__func__)]
+    if issubclass(type(value), functools.partial):
+        return [(f"{name}.func", value.func), (f"{name}.args", value.args), (f"{name}.keywords", value.keywords)]
+    if issubclass(type(value), dict):
+        some = itertools.islice(dict.items(value), ITEMS)
+        return [(f"{name}[{key!r}]", item) for key, item in some if type(key) in (str, int)]
+    if issubclass(type(value), (list, tuple)):
+        return [(f"{name}[{index}]", item) for index, item in enumerate(value[:ITEMS])]
+    attributes: dict[str, Any] = {}
+    with contextlib.suppress(AttributeError):  # a proxy may compute it
+        attributes |= vars(value) if issubclass(type(value), type) else object.__getattribute__(value, "__dict__")
+    for kind in type(value).__mro__:
+        for slot, member in vars(kind).items():
+            if type(member) is types.MemberDescriptorType:
+                with contextlib.suppress(AttributeError):  # it has no value yet
+                    attributes[slot] = member.__get__(value)
+            elif type(member) in (bool, int, float):  # the value of an object that has none
+                attributes.setdefault(slot, member)
+    of_torch = OF_TORCH if issubclass(type(value), nn.Module) else ()
+    is_library = issubclass(type(value), (*_OF_DATA, nn.Module)) and not is_of_script(root_of(value))
+    if is_library:  # a script sets a sampler's epoch anew
+        attributes = {key: item for key, item in attributes.items() if key[0] != "_" and key != "epoch"}
+    return [(f"{name}.{key}", item) for key, item in attributes.items() if key[:2] != "__" and key not in of_torch]
+
+
+def _globals_of(function: types.FunctionType) -> list[tuple[str, Any]]:
+    """Returns the global variables that a function of a module of the script reads, by the module's name."""
+    module, space = function.__module__, function.__globals__
+    if module == "__main__" or not is_of_script(root_of(function)):
+        return []  # `frames` has those of the running functions
+    names = {name for code in codes_of(function.__code__) for name in code.co_names}
+    return [(f"{module}.{name}", space[name]) for name in sorted(names & space.keys())]
+
+
+def in_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    for path, module in model.named_modules():
+        yield from states_of(path, module, OF_TORCH)
+        for key, parameter in module._parameters.items():
+            yield from [] if parameter is None else states_of(f"{path}.{key}", parameter)
+        for hook in _hooks_of(module):
+            holder = hook.__self__ if issubclass(type(hook), types.MethodType) else hook
+            code = code_of(hook) or code_of(type(hook).__call__)
+            if code is not None and returns(code):  # another one collects
+                yield from states_of(f"{path}.{type(holder).__name__}", holder, OF_TORCH)
+                inside = dict(_inside(path, hook)) if type(hook) is types.FunctionType else {}
+                yield from ((f"{path}.{name}", inside[f"{path}.{name}"]) for name in code.co_freevars
+                            if f"{path}.{name}" in inside and reads(code, name, uses=True))  # fmt: skip
+
+
+def _hooks_of(holder: Any) -> list[Any]:
+    """Returns the script's hooks of a module, a parameter or an optimizer."""
+    hooks = (hook for name in _HOOKS for hook in (getattr(holder, name, None) or {}).values())
+    return [hook for hook in hooks if is_of_script(root_of(unwrapped(innermost(hook))))]
+
+
+def built(state: TrainState) -> Iterator[Reached]:
+    """Yields the class of each module of the model, and the script's hooks of modules, parameters and optimizers, as texts."""
+    model, optimizers = state.model, state.optimizers
+    named = [(f"module {plain_name(model, path)}" if path else "model", one) for path, one in model.named_modules()]
+    named += [(f"parameter {name}", one) for name, one in plain(model, dict(model.named_parameters())).items()]
+    for name, holder in (*named, *optimizers.items()):
+        attributes = {} if isinstance(holder, torch.optim.Optimizer) else getattr(holder, "__dict__", {})
+        kind: Any = type(holder)
+        lasting = [value for key, value in attributes.items() if key not in set_anew(kind)]
+        own = [value for value in lasting if is_of_script(root_of(holder)) or is_of_script(root_of(value))]
+        kinds = [kind_of(value) for value in (kind, *own, *_hooks_of(holder))]
+        text = "; ".join(filter(None, kinds))
+        yield Reached(f"{name} (class, functions or hooks)", Kind(text), True, False)
+
+
+def states_of(path: str, holder: Any, without: Collection[str] = ()) -> list[tuple[str, Any]]:
+    """Returns the attributes of a module, a parameter, a hook or an optimizer that may be a state."""
+    kind: Any = type(holder)
+    without = {*without, *set_anew(kind)}
+    return [
+        (f"{path}.{key}", value)
+        for key, value in getattr(holder, "__dict__", {}).items()
+        if key not in without
+        and not issubclass(type(value), nn.Module)
+        and (issubclass(type(value), _STATES) or is_of_script(root_of(value)))
+    ]
+
+
+def is_constant(value: Any) -> bool:
+    return type(value) in (bool, int, float, str) or (type(value) is tuple and all(map(is_constant, value)))
