@@ -86,7 +86,7 @@ WARNED = {
     "temporary": ["the temporary file best", "the temporary file best"],
     "lasting": ["", "the loader's worker processes last for all epochs"],
     "late": ["the loss of a batch is not the mean over its samples", "the loss of a batch is not the mean over its samples"],
-    "hook": ["the changing attribute 1.running", "the changing attribute 1.running"],
+    "hook": ["", "no checkpoint has them: attribute 1.running"],
     "labels": ["", "the dataset of run.batches() has other samples than when this epoch began"],
     "order": ["", "the loader gives other batches now"],
     "calm": ["", ""], "around": ["", ""], "agreed": ["", ""], "counted": ["", ""],

@@ -43,6 +43,8 @@ def augment(x, memory=[]):
     memory.append(1)
     return x
 augment.calls = 0
+def stream():
+    yield from range(500)
 class Late:
     def add(self):
         self.mean = getattr(self, "mean", 0.0) + 1.0
@@ -74,6 +76,9 @@ def train(kind, run, steps):
     ended = filter(None, (number for number in (1, 2)))
     assert len(list(ended)) == 2
     anchor = net.weight.detach().clone() if kind == "anchor" else None
+    idle, draw, stats = stream(), stream().__next__, {"web": {"loss": 1.0}}
+    easy, every, soft, hard_loss = [0, 1], [0, 1, 2], torch.nn.HuberLoss(delta=2.0), torch.nn.HuberLoss()
+    pool, active, view = easy, soft, easy
     net.act, meter.transform, criterion, tuned, rows, early = torch.nn.Tanh(), torch.abs, torch.sin, torch.sin, iter(read), torch.sin
     for epoch in (number for _, number in enumerate(run.epochs(steps=steps))) if kind == "epochs" else run.epochs(steps=steps):
         early = torch.cos  # anew in each epoch
@@ -114,6 +119,8 @@ def train(kind, run, steps):
                 weights = {name: p.detach().clone() for name, p in net.named_parameters()}
             elif kind == "drawn":
                 noise.random(), next(other), next(reader), next(rows, None)
+            elif kind == "chosen" and run.steps == 3:
+                pool, active, stats["web"]["loss"] = every, hard_loss, draw() + 2.0
             elif kind == "swapped" and run.steps == 2:
                 net.act, meter.transform, criterion = torch.nn.ReLU(), Meter.add, functools.partial(torch.clamp, min=0.5)
                 net.register_forward_hook(lambda module, args, output: output * 2)
@@ -136,7 +143,7 @@ NAMED = {
                "helper_of_a_script._temperature", "streams['web']", "optimizer._copy", "run.config"}, "anchor": {"anchor"},
     "drawn": {"noise", "other", "reader", "rows"}, "files": {"box", "text"}, "epochs": {"enumerate"},
     "swapped": {"model (class, functions or hooks)", "module act (class, functions or hooks)", "meter.transform", "criterion", "tuned"},
-    "enumerate": {"enumerate"}, "zip": {"zip"}, "calm": set(),
+    "chosen": {"pool", "active", "stats", "draw"}, "enumerate": {"enumerate"}, "zip": {"zip"}, "calm": set(),
 }  # fmt: skip
 
 
@@ -152,9 +159,10 @@ PLANS = {"middle": (5, 10), "end": (8, 12)}
 
 def test_a_start_that_resumes_names_the_variables_that_do_not(tmp_path: Path) -> None:
     """Each of these has another value than at the save, in the middle of an epoch or at its end: counters, lists, averages, objects, copies
-    of the weights, also in a file in memory, generators, iterators, the position in a file, functions, classes and hooks, what an epoch
-    computes from the weights, and what objects of Python, torch and numpy hold. Batches, the time, the last activation, a model for
-    evaluation, an iterator that has ended, what each epoch sets, and what the script restores itself are not named."""
+    of the weights, also in a file in memory, generators, iterators, the position in a file, functions, classes and hooks, lists and objects
+    that the loop chooses, what an epoch computes from the weights, and what objects of Python, torch and numpy hold. Batches, the time, the
+    last activation, a model for evaluation, an iterator that has ended, or has not begun, what each epoch sets, and what the script
+    restores itself are not named."""
     (tmp_path / "helper_of_a_script.py").write_text(HELPER)
     runs = [
         (kind, plan) for plan in PLANS for kind in NAMED if plan == "middle" or kind not in ("hard", "enumerate", "zip")

@@ -11,6 +11,7 @@ import queue
 import types
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,10 +26,10 @@ from .bytecode import Kind, code_of, frames, has_no_parameter, innermost, kind_o
 from .proof import OF_TORCH
 from .undo import codes_of, is_of_script, root_of
 
-MOST, LEVELS, DEPTH, ITEMS = 5000, 8, 3, 100
+MOST, LEVELS, DEPTH, ITEMS = 5000, 8, 4, 100
 """Limits: objects to inspect, levels of the script's objects below a variable, levels of other objects and of lists and dictionaries, items
 at each end of a list or dictionary."""
-PLAIN = (type(None), bool, int, str, bytes)
+PLAIN = (type(None), bool, int, complex, str, bytes)
 SEQUENCES = (list, tuple, deque)
 _SET_BY_TORCH = ("_zero_grad_profile_name", "_opt_called", "_step_count")
 OF_OPTIMIZER = {*torch.optim.Optimizer.__init__.__code__.co_names, *_SET_BY_TORCH, "step", "add_param_group", "sync"}
@@ -41,6 +42,16 @@ _STATES = (int, float, str, tuple, torch.Tensor, np.ndarray)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks",
           "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # fmt: skip
 """Attributes of modules, parameters and optimizers with their hooks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Same:
+    """In place of an object to which another name leads, too."""
+
+    of: int
+    """The identity of the object."""
+    name: str = ""
+    """Its first name, where that is known."""
 
 
 class Reached(NamedTuple):
@@ -88,9 +99,12 @@ def below(named: Iterable[tuple[str, Any]], known: list[Any]) -> Iterator[Reache
     """Yields these values, and the attributes and items below them, without the known ones."""
     waiting = deque((Reached(name, value, True, False), LEVELS) for name, value in named)
     seen: dict[int, Any] = {id(value): value for value in known}
+    restored = {*seen}
     while waiting and len(seen) < MOST:
         one, left = waiting.popleft()
         name, value, is_own, is_part = one
+        if issubclass(type(value), types.MethodWrapperType):  # such as a generator's `__next__`
+            value, one = value.__self__, one._replace(value=value.__self__)
         kind = type(value)
         if issubclass(kind, (*PLAIN, float, torch.Tensor)):
             if is_own or issubclass(kind, torch.Tensor):
@@ -98,8 +112,12 @@ def below(named: Iterable[tuple[str, Any]], known: list[Any]) -> Iterator[Reache
             continue
         of_script = is_of_script(root_of(unwrapped(value)))
         if id(value) in seen or kind.__module__.startswith("lockstep."):
-            if is_own and id(value) in seen and kind_of(value) is not None:  # several variables may have one function
-                yield one
+            if is_own and id(value) in seen:  # several variables may have one function, list or object
+                is_function = kind_of(value) is not None and not issubclass(kind, nn.Module)
+                is_value = (
+                    issubclass(kind, (dict, set, frozenset, np.ndarray, *SEQUENCES)) and id(value) not in restored
+                )
+                yield one if is_function or is_value else one._replace(value=Same(id(value)))
             if kind.__name__ == "Session" and left:
                 waiting.append((Reached(f"{name}.config", getattr(value, "config", None), True, False), left - 1))
             continue
@@ -162,6 +180,17 @@ def _globals_of(function: types.FunctionType) -> list[tuple[str, Any]]:
         return []  # `frames` has those of the running functions
     names = {name for code in codes_of(function.__code__) for name in code.co_names}
     return [(f"{module}.{name}", space[name]) for name in sorted(names & space.keys())]
+
+
+def in_models(state: TrainState) -> Iterator[Reached]:
+    """Yields the state in plain attributes of modules, their parameters and hooks, and of optimizers: numbers, texts, tensors, arrays and
+    objects of the script, and what is below these. An attribute that each pass sets before it reads it, such as the last activations,
+    is no state."""
+    named = [(plain_name(state.model, name.lstrip(".")), value) for name, value in in_modules(state.model)]
+    for name, optimizer in state.optimizers.items():
+        named += states_of(name, optimizer, OF_OPTIMIZER)
+    kept = [*state.user_state.objects.values(), *state.user_state.rank_objects.values()]
+    yield from below([(f"attribute {name}", value) for name, value in named], kept)
 
 
 def in_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:

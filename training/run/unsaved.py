@@ -33,7 +33,7 @@ from .contents import Reached, reached
 from .proof import text_of
 from .replica import tables_of
 from .run import Run
-from .variables import LIST, Variables, beginning, counting, marks_in_model, tables
+from .variables import LIST, Variables, beginning, counting, tables
 
 T = TypeVar("T")
 SCORES = ("accuracy", "loss")
@@ -44,7 +44,7 @@ _MENDS = {
 }
 """Kind of a constant tensor → remedy."""
 _GENERATOR, _BEFORE = "torch's generator", "torch's generator before the loop"
-NAMES = 12
+NAMES = 50
 """Names in one warning, at most."""
 _LAST_BATCH, _FIRST_BATCH = "the last batch on {} ranks", "the first batch on {} ranks"
 
@@ -59,8 +59,6 @@ class Unsaved:
         self._variables = Variables(run.state)
         self._resuming = {"epochs", "batches"} if run.resumed else set[str]()
         """The loops that have not begun since the run resumed."""
-        self._settings: dict[str, Any] | None = None
-        """Plain attributes at the first save (`marks_in_model`). A first forward pass may set some, such as the longest sequence."""
         self.logged: dict[str, float] = {}
         """Numbers that this rank has logged since the last save."""
         self.code: types.CodeType | None = None
@@ -91,7 +89,7 @@ class Unsaved:
             things = reached(state)
             outside += [*trained_outside(state, things), *temporary(things, self._run.path, self._began)]
             outside += [_moves(name, value) for name, value in self._variables.moving()]
-        sentences = {sentence: sentence for sentence in [*outside, *self._changed_settings()]}
+        sentences = {sentence: sentence for sentence in outside}
         if world.size > 1 and not is_same_on_all_ranks(mine := self._alike(), world):
             sentences |= unequal(all_gather_trees(mine, world))
         self.logged.clear()
@@ -151,6 +149,7 @@ class Unsaved:
             compares: whether the loop continues exactly at the save. Then the script's variables must have their values from the save.
         """
         run = self._run
+        self._variables.begin()
         if over in self._resuming:  # on all ranks: `state_dict()` of a kept object may be a collective
             self._warn_of(self._variables.differing(run.user_state.variables, kinds=False) if compares else [])
             if (name := counting()) is not None:
@@ -161,8 +160,8 @@ class Unsaved:
         self._resuming -= {"epochs", "batches"} if compares else {over}
 
     def compare_kinds(self) -> None:
-        """Warns once of functions, classes and hooks that differ from the save. After a batch, since a script may set them from the epoch
-        or from `run.steps`."""
+        """Warns once of functions, classes, hooks and chosen objects that differ from the save. After a batch, since a script may set
+        them from the epoch or from `run.steps`."""
         if self._kinds_before is not None:
             self._warn_of(self._variables.differing(self._kinds_before, kinds=True))
             self._kinds_before = None
@@ -172,7 +171,7 @@ class Unsaved:
             listed = ", ".join(names[:NAMES]) + (f" and {len(names) - NAMES} more" if len(names) > NAMES else "")
             self._warn_here(
                 f"these variables differ from their values at the save, and no checkpoint has them: {listed}. Put values that training "
-                "reads into run.values or run.keep(), or compute them from run.steps or the epoch"
+                "reads into run.values, run.keep() or a module's buffer, or compute them from run.steps or the epoch"
             )
 
     def _warn_here(self, sentence: str) -> None:
@@ -197,17 +196,6 @@ class Unsaved:
             variables |= {_GENERATOR: _generator(), _BEFORE: self._generator}
         numbers = {f"run.log({name}=…)": f"{value:.4g}" for name, value in logged.items()}
         return {**objects, **values, **variables, **numbers}
-
-    def _changed_settings(self) -> Iterator[str]:
-        """Yields a warning for plain attributes of models, parameters, hooks and optimizers that have changed, each once."""
-        now = marks_in_model(self._run.state)
-        before = self._settings = now if self._settings is None else self._settings
-        if names := [name for name, value in before.items() if now.get(name, value) != value]:
-            self._settings = {name: value for name, value in before.items() if name not in names}
-            yield (
-                f"no checkpoint has the changing attribute {first_of(names)}, so a resume begins with its first value: make it a buffer "
-                "(register_buffer) or a part of the optimizer's state, or set it from run.steps or the epoch"
-            )
 
     def compare_tables(self, made: Collection[Any]) -> None:
         """Warns of a table that differs between ranks, or from the last start. Collective.
@@ -413,4 +401,4 @@ def _moves(name: str, value: Any) -> str:
 
 
 def _keeps(name: str, value: str) -> str:
-    return f"run.keep({name if name.isidentifier() else 'other'}={value})"
+    return f"run.keep({re.sub('[^A-Za-z0-9]+', '_', name).strip('_')}={value})"

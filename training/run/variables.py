@@ -12,6 +12,7 @@ import array
 import contextlib
 import ctypes
 import gc
+import inspect
 import io
 import itertools
 import mmap
@@ -31,7 +32,6 @@ from torch.utils.weak import WeakIdRef
 
 from .. import generators
 from ..checkpoint.state import TrainState
-from ..parallel.names import plain_name
 from ..parallel.packing import storage, storages
 from ..resilience.closeness import sums_of_bits
 from .bytecode import (
@@ -43,20 +43,7 @@ from .bytecode import (
     returns,
     set_anew,
 )
-from .contents import (
-    DEPTH,
-    ITEMS,
-    OF_OPTIMIZER,
-    PLAIN,
-    SEQUENCES,
-    Reached,
-    below,
-    built,
-    in_modules,
-    is_constant,
-    reached,
-    states_of,
-)
+from .contents import DEPTH, ITEMS, PLAIN, SEQUENCES, Reached, Same, built, in_models, reached
 from .proof import has_bytes
 from .undo import codes_of, is_of_script, root_of
 
@@ -70,6 +57,8 @@ _BYTES = (bytearray, array.array, ctypes._SimpleCData, ctypes.Array, io.BytesIO)
 _COUNTING = (enumerate, zip, map, itertools.islice)
 _KIND = "kind "
 """The beginning of the digest of something that has no state: a function, a class, or a module without numbers."""
+_CHOICE = f"{_KIND}of "
+"""The beginning of the digest of an object that has several names: the first of these follows (`Variables._choices`)."""
 _ITERATOR = "an iterator"
 """The digest of any iterator, whose position cannot be seen. It begins anew in each start."""
 _BEGAN = time.time(), time.perf_counter(), time.monotonic()
@@ -91,7 +80,15 @@ class Variables:
         self._state = state
         self._kinds = dict[str, type[Any]]()
         """Name → class of the object, such as a loss function."""
+        self._names: list[str] = []
+        """The names of the script's values where the loop begins, in their order (`begin`)."""
         self._start = {name: mark for name, _, mark in self._marks(_held(state))}
+        self._in_models: dict[str, Any] | None = None
+        """Marks of attributes of models and optimizers at the first save. A first pass may set some, such as the longest sequence."""
+
+    def begin(self) -> None:
+        """Notes the names of the script's values, once, where its loop begins."""
+        self._names = self._names or list(dict.fromkeys(one.name for one in reached(self._state) if one.is_own))
 
     def changed(self, samples: int, batch: Any = None) -> Iterator[tuple[str, str, bool]]:
         """Yields (name, digest, whether ranks must agree on the value) of each iterator, and of each variable that has changed since the
@@ -102,8 +99,12 @@ class Variables:
             samples: as many entries as a tensor of the rank's last batch has.
             batch: the batch that the loop has just given to the script, whose variables last for one batch.
         """
+        marks = self._model_marks(held := _held(self._state))
+        self._in_models = self._in_models or {name: mark for name, _, mark in marks}
+        for name, value, mark in marks:
+            if mark != self._in_models.get(name, mark) and (text := _digest(value, held)) is not None:
+                yield name, text, False
         given = {id(leaf) for leaf in tree_leaves(batch) if not issubclass(type(leaf), (*PLAIN, float))}
-        held = _held(self._state)
         for name, value, mark in self._marks(held):
             has_changed = id(value) not in given and (mark == _ITERATOR or mark != self._start.get(name))
             if has_changed and (text := _digest(value, held)) is not None:
@@ -133,11 +134,15 @@ class Variables:
         held = _held(self._state)
         kinds_before = {name for name, text in before.items() if text.startswith(_KIND)}
         before = {name: text for name, text in before.items() if (name in kinds_before) == kinds}
-        now = {name: (value, _digest(value, held)) for name, value, _ in self._marks(held) if name in before}
+        marks = [*self._marks(held), *self._model_marks(held)]
+        now = {name: (value, _digest(value, held)) for name, value, _ in marks if name in before}
         others = [
             name
             for name, (value, text) in now.items()
-            if text is not None and (text != before[name] or text == _ITERATOR) and not _is_running(value)
+            if text is not None
+            and (text != before[name] or text == _ITERATOR)
+            and not _is_running(value)
+            and text.startswith(_CHOICE) == before[name].startswith(_CHOICE)
         ]
         return others + [name for name in before if name not in now and self._is_missing(name, kinds_before)]
 
@@ -177,8 +182,29 @@ class Variables:
         things = reached(self._state)
         with contextlib.suppress(Exception):  # as in `reached`
             things += built(self._state)
-        self._kinds = {name: type(value) for name, value, *_ in things}
-        return [(name, value, mark) for name, (value, mark) in _marked(things, held).items()]
+        self._kinds = {name: type(value) for name, value, *_ in things if type(value) is not Same}
+        marks = _marked(things, held) | self._choices(things)
+        return [(name, value, mark) for name, (value, mark) in marks.items()]
+
+    def _model_marks(self, held: set[int | None]) -> list[tuple[str, Any, Any]]:
+        """Returns (name, value, mark) of the state in plain attributes of models and optimizers."""
+        with contextlib.suppress(Exception):  # as in `reached`
+            return [(name, value, mark) for name, (value, mark) in _marked(in_models(self._state), held).items()]
+        return []
+
+    def _choices(self, things: list[Reached]) -> dict[str, tuple[Same, Any]]:
+        """Returns name → (first name, mark) of each object that has several of the names in `_names`: a script may choose one of its
+        objects. A name that leads to several objects, in several functions, tells nothing."""
+        shared = {value.of for _, value, *_ in things if type(value) is Same}
+        objects: dict[str, set[int]] = {}
+        for name, value, is_own, _ in things:
+            identity = value.of if type(value) is Same else id(value)
+            if is_own and identity in shared:
+                objects.setdefault(name, set()).add(identity)
+        chosen = {name: next(iter(objects[name])) for name in self._names if len(objects.get(name, ())) == 1}
+        first = {identity: name for name, identity in reversed(chosen.items())}
+        same = {name: Same(identity, first[identity]) for name, identity in chosen.items()}
+        return {name: (one, one.name) for name, one in same.items() if one.name != name}
 
 
 def _marked(things: Iterable[Reached], held: set[int | None]) -> dict[str, tuple[Any, Any]]:
@@ -193,24 +219,6 @@ def _marked(things: Iterable[Reached], held: set[int | None]) -> dict[str, tuple
             with contextlib.suppress(Exception):  # an object of the script may raise anything
                 if (mark := _print(value, held, _mark)) is not None:
                     marks[name] = value, mark
-    return marks
-
-
-def marks_in_model(state: TrainState) -> dict[str, Any]:
-    """Returns name → mark of the state in plain attributes of modules, their parameters and hooks, and of optimizers: numbers, texts,
-    tensors, arrays and objects of the script. An attribute that each pass sets before it reads it, such as the last activations,
-    is no state."""
-    marks: dict[str, Any] = {}
-    with contextlib.suppress(Exception):  # as in `reached`
-        named = [(plain_name(state.model, name.lstrip(".")), value) for name, value in in_modules(state.model)]
-        for name, optimizer in state.optimizers.items():
-            named += states_of(name, optimizer, OF_OPTIMIZER)
-        marks = {name: repr(value) for name, value in named if is_constant(value)}
-        others = [(name, value) for name, value in named if name not in marks]
-        kept = [*state.user_state.objects.values(), *state.user_state.rank_objects.values()]
-        marks |= {
-            name: mark for name, (_, mark) in _marked(below(others, kept), _held(state)).items() if not _is_kind(mark)
-        }
     return marks
 
 
@@ -327,12 +335,13 @@ def _print(value: Any, held: set[int | None], leaf: Callable[[Any], Any], depth:
         return None if _has_ended(value) else _position(value)
     if not depth or not issubclass(kind, (dict, set, frozenset, *SEQUENCES)):
         return None
-    count, most = len(value), ITEMS // 10 ** (DEPTH - depth)  # fewer of each inner one
+    count, most = len(value), max(1, ITEMS // 10 ** (DEPTH - depth))  # fewer of each inner one
     if issubclass(kind, (set, frozenset)):  # in no order
         return [count, sorted(map(repr, value)) if count <= 2 * most else None]
     items = dict.items(value) if issubclass(kind, dict) else value
     some = [*items] if count <= 2 * most else [*itertools.islice(items, most), *itertools.islice(reversed(items), most)]
-    return [count, [_print(item, held, leaf, depth - 1) for item in some]]
+    parts = itertools.chain.from_iterable(some) if issubclass(kind, dict) else some
+    return [count, [_print(part, held, leaf, depth - 1) for part in parts]]
 
 
 def _is_mapped(array: np.ndarray) -> bool:
@@ -346,6 +355,8 @@ def _position(iterator: Any) -> Any:
     """Returns a number or text that differs after each item of the iterator, or `_ITERATOR` if it does not show its position."""
     if type(iterator) is itertools.count:
         return repr(iterator)
+    if type(iterator) is types.GeneratorType and inspect.getgeneratorstate(iterator) == inspect.GEN_CREATED:
+        return 0
     left = getattr(iterator, "_num_yielded", None)  # of torch's loaders, whose length hint is their whole length
     left = operator.length_hint(iterator, -1) if left is None else left
     return _ITERATOR if left < 0 else left
@@ -395,6 +406,8 @@ def _contents(value: Any) -> Any:
 
 
 def _digest(value: Any, held: set[int | None]) -> str | None:
+    if type(value) is Same:
+        return f"{_CHOICE}{value.name}"
     plain = None
     with contextlib.suppress(Exception):  # an object of the script may raise anything
         plain = _print(value, held, _contents)
