@@ -437,3 +437,26 @@ def test_a_table_in_an_attribute_that_is_drawn_anew_is_named(tmp_path: Path) -> 
     )
     counts = [done.output.count(f"warning: rank 0: {words}") for words in named]
     assert done.code == 0 and counts == [1, 1] and done.output.count("has other values") == 1, done.output
+
+
+UNFROZEN = """
+import sys, torch
+from lockstep import Session
+with Session(sys.argv[1]) as run:
+    net = torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.Linear(64, 2))
+    net[0].requires_grad_(False)
+    model = run.replicate(net)
+    run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    for _ in run.epochs(1):
+        for x in run.batches(torch.randn(64, 4), 4):
+            if run.steps == 5 and run.rank == 1:
+                net[0].requires_grad_(True)
+            run.step(lambda x: model(x).square().mean(), x)
+"""
+
+
+def test_a_layer_that_one_rank_unfreezes_is_named(tmp_path: Path) -> None:
+    """The ranks' sums no longer fit, and gloo aborts a process. The other one says why."""
+    done = script(2, UNFROZEN, tmp_path / "run")
+    assert done.code == 1 and "0.bias trains" not in done.output, done.output
+    assert "rank 1 trains 0.weight since this step, and rank 0 does not" in done.output, done.output

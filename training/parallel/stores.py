@@ -169,6 +169,11 @@ def read(store: dist.Store, key: str) -> bytes:
     return b"" if value == _ABSENT.encode() else value
 
 
+def trained(rank: int) -> str:
+    """Returns the key where a rank writes how often its trained parameters have changed between two steps, and the last new one."""
+    return f"lockstep/trained/{rank}"
+
+
 def said(store: dist.Store, key: str, shape: str, most: int = SAID) -> str:
     """Returns the text of a key if it matches the regular expression `shape`, else "".
 

@@ -32,6 +32,7 @@ from ..limits import DESYNC_LOOK_SECONDS, KNOW_SECONDS, RAISED_SECONDS, VERDICT_
 from ..parallel import stores
 from ..parallel.exchange import all_reduce
 from ..parallel.world import World
+from .closeness import SAME_MODE
 
 _TAG = 4  # of the messages of a sync point
 _RANKS = 1 << 20  # more than there are
@@ -217,14 +218,27 @@ def describe_failed_collective(world: World, step: int, error: BaseException) ->
     """Returns a sentence for an error of a collective: the ranks that did not report, and how they have ended."""
     cause = _SOURCE.sub("", (str(error) or type(error).__name__).splitlines()[0]).split(". ")[0][:200]
     try:
-        missing = _missing(world)
+        missing, unlike = _missing(world), _trains_unlike(world)
     except (RuntimeError, ValueError):  # torch's DistError and DistStoreError among them
         return f"step {step}: lost rank 0, which holds the store, or the network to it ({cause})"
+    if unlike:
+        return f"step {step}: {unlike}"
     if missing:
         return f"step {step}: {'; '.join(missing)} ({cause})"
     if world.live is not None and world.generation:
         return f"step {step}: {world.live.of_gone_group(cause)}"
     return f"step {step}: a collective failed, although every rank is present ({cause})"
+
+
+def _trains_unlike(world: World) -> str:
+    """Returns a sentence about a parameter that trains since this step on some ranks only; "": there is none."""
+    store = _get_default_store()
+    texts = [stores.said(store, stores.trained(rank), r"\d{1,9} [ -~]+") or "0 " for rank in range(world.size)]
+    changes = {rank: int(text.split()[0]) for rank, text in enumerate(texts)}
+    first, last = min(changes, key=changes.__getitem__), max(changes, key=changes.__getitem__)
+    if changes[first] == changes[last]:
+        return ""
+    return f"rank {last} trains {texts[last].partition(' ')[2]} since this step, and rank {first} does not. {SAME_MODE}"
 
 
 def first_of_node(world: World) -> bool:

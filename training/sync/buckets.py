@@ -18,14 +18,17 @@ After S. Li et al., "PyTorch Distributed: Experiences on Accelerating Data Paral
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.distributed_c10d import _get_default_store
 
 from ..contract import UserError
+from ..parallel import stores
 from ..parallel.world import World
 from .base import (
     GradientSync,
@@ -92,6 +95,10 @@ class GradientBucket:
                 parameter.grad = self.views[index].zero_() if self.views else torch.zeros_like(parameter)
                 if parameter.numel():
                     self.lacking[parameter] = self.starts[index]
+
+
+_CHANGES = itertools.count(1)
+"""Numbers of the changes of trained parameters in this process."""
 
 
 class SentAlready(UserError, AssertionError):
@@ -161,6 +168,8 @@ class Reducer:
             name, parameter = new
             refuse_recording(parameter, f"{name} trains since this step only")
             self._group()
+            if self.size > 1:  # another rank that does not will fail, and explain it (`describe_failed_collective`)
+                _get_default_store().set(stores.trained(dist.get_rank()), f"{next(_CHANGES)} {name}")
         self._begun = True
 
     @property
