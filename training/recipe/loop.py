@@ -92,7 +92,6 @@ class Recipe:
             self.model = _build(config, world, manifest)
             multiple = models.batch_multiple(self.model)
             self.batches = _batches(config, world, manifest, size, multiple, self._strategy.batch_parts)
-        with failing_together(world):
             if not run.resumed and run.leader:
                 self._initial_weights()
         run.settings = start.config = self.config = config = _decided(run, config, start.form, compile=self._repays)
