@@ -84,22 +84,23 @@ def read_hangs(data: bytes) -> Hang | None:
     """Combines the lines of the file; None: no line can be read."""
     stalled: dict[int, StalledRank] = {}
     step = size = 0
-    began = seconds = 0.0
+    seconds, since = 0.0, time.localtime(0)
     for line in data.splitlines():
-        with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError):
+        # The last two for a time that no clock has.
+        with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError, OSError):
             value = files.parsed(line)
             ranks = [_stalled_rank_of(one) for one in value["ranks"]]
             step, size, quiet = int(value["step"]), int(value["size"]), float(value["seconds"])
             if quiet > seconds:
-                began, seconds = float(value["time"]) - quiet, quiet
+                since, seconds = time.localtime(float(value["time"]) - quiet), quiet
             stalled.update((one.rank, one) for one in ranks)
-    return _hang(stalled.values(), began, seconds, step, size) if stalled else None
+    return _hang(stalled.values(), since, seconds, step, size) if stalled else None
 
 
-def _hang(stalled: Iterable[StalledRank], began: float, seconds: float, step: int, size: int) -> Hang:
+def _hang(stalled: Iterable[StalledRank], since: time.struct_time, seconds: float, step: int, size: int) -> Hang:
     ranks = sorted(stalled, key=lambda one: (one.waits, one.rank))
-    since = time.strftime("%H:%M:%S", time.localtime(began))
-    return Hang(f"no step for {seconds:.0f} s, since {since}, after step {step}: {_sentence(ranks, size)}", step, ranks)
+    clock = time.strftime("%H:%M:%S", since)
+    return Hang(f"no step for {seconds:.0f} s, since {clock}, after step {step}: {_sentence(ranks, size)}", step, ranks)
 
 
 def _stalled_rank_of(value: dict[str, Any]) -> StalledRank:
@@ -261,7 +262,8 @@ class Hangs:
         first, about = finding.first, finding.first.about
         hang = self._told(first)
         where = f" (stacks: {_file(first)})" if hang is not None else ""
-        hang = hang or _hang(finding.ranks.values(), time.time() - seconds, seconds, first.steps, about.size)
+        since = time.localtime(time.time() - seconds)
+        hang = hang or _hang(finding.ranks.values(), since, seconds, first.steps, about.size)
         to_stderr(f"hang: {hang.said}{where}")
         event = {
             "event": "hang", "time": round(time.time(), 3), "attempt": about.attempt, "step": hang.step,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from collections.abc import Iterator
@@ -89,3 +90,9 @@ def test_what_one_of_several_sessions_gets_done_counts_for_the_process(tmp_path:
         second.close()
         first.close()
     assert progress.seen(tmp_path, 0) is None
+
+
+def test_a_line_with_a_time_that_no_clock_has_is_left_out() -> None:
+    rank = {"rank": 0, "what": "waits", "where": "", "stacks": "", "loaders": "", "waits": True}
+    lines = [{"step": 1, "size": 2, "seconds": 5, "time": at, "ranks": [rank]} for at in (1e20, -1e18, 2.0**62)]
+    assert hangs.read_hangs("\n".join(map(json.dumps, lines)).encode()) is None
