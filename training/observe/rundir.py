@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
 import platform
 import sys
@@ -158,7 +157,7 @@ class RunDirectory:
             file.seek(max(0, file.seek(0, os.SEEK_END) - LAST_BYTES))
             for line in file.read().splitlines():
                 with contextlib.suppress(ValueError):
-                    if isinstance(event := json.loads(line), dict):
+                    if isinstance(event := files.parsed(line), dict):
                         events.append(event)
         return events
 
