@@ -9,6 +9,7 @@ they run ahead, or where a resumed run began.
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import signal
@@ -262,7 +263,7 @@ class Batches:
             return ids.tolist()
 
         looks = self.warn is not None and self.collate is not None and self.division.parts is not None
-        collate = _CollateProbe(self.collate) if looks and self.collate is not None else self.collate
+        collate = functools.partial(_probed, self.collate) if looks and self.collate is not None else self.collate
         ids = map(draw, steps)
         for item in loader(Seeded(dataset, self.division.seed, epoch), ids, self.workers, collate, self._pins):
             batch, depends = item if looks else (item, False)
@@ -401,22 +402,17 @@ def _end_with_the_rank(rank: int) -> None:
     os._exit(0)
 
 
-class _CollateProbe:
-    """A `collate_fn` that returns (batch, whether the first sample has another entry than in a batch by itself)."""
-
-    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
-        self._collate = collate
-
-    def __call__(self, samples: list[Any]) -> tuple[Any, bool]:
-        batch = self._collate(samples)
-        if len(samples) == 1:
-            return batch, False
-        try:
-            whole, alone = pytree.leaves(batch), pytree.leaves(self._collate(samples[:1]))
-        except Exception:  # noqa: BLE001 - it may take several samples only, or have used them up
-            return batch, False
-        pairs = [(one[:1], own) for one, own in zip(whole, alone) if one.ndim and len(one) == len(samples)]
-        return batch, any(one.shape != own.shape or bool(((one != own) & (own == own)).any()) for one, own in pairs)
+def _probed(collate: Callable[[list[Any]], Any], samples: list[Any]) -> tuple[Any, bool]:
+    """Returns (the batch of a `collate_fn`, whether the first sample has another entry than in a batch by itself)."""
+    batch = collate(samples)
+    if len(samples) == 1:
+        return batch, False
+    try:
+        whole, alone = pytree.leaves(batch), pytree.leaves(collate(samples[:1]))
+    except Exception:  # noqa: BLE001 - it may take several samples only, or have used them up
+        return batch, False
+    pairs = [(one[:1], own) for one, own in zip(whole, alone) if one.ndim and len(one) == len(samples)]
+    return batch, any(one.shape != own.shape or bool(((one != own) & (own == own)).any()) for one, own in pairs)
 
 
 class Seeded(Dataset[Any]):
