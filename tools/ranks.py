@@ -140,7 +140,7 @@ def _rank(before: Snapshot | None, after: Snapshot) -> Rank:
         seconds = gained("last_step_timestamp_seconds") or seconds
     ended = new.get("finished") == 1
     return Rank(
-        rank=after.rank, step=int(new.get("step", 0)), steps_planned=_whole(new.get("steps_planned")),
+        rank=after.rank, step=int(new.get("step", 0)), steps_planned=int(new["steps_planned"]) if "steps_planned" in new else None,
         images_per_second=gained("samples_total") / (seconds or spent) if count > 0 and spent > 0 else None,
         step_seconds=spent / count if count > 0 else None,
         data_wait=shares[0], compute=shares[1], sync_wait=shares[2], rest=shares[3], loss=new.get("loss"),
@@ -149,7 +149,3 @@ def _rank(before: Snapshot | None, after: Snapshot) -> Rank:
         seconds_since_step=None if last is None or ended else max(0.0, time.time() - last),
         exit_code=None,
     )  # fmt: skip
-
-
-def _whole(value: float | None) -> int | None:
-    return None if value is None else int(value)
