@@ -36,15 +36,13 @@ class Console:
 
     Args:
         now: returns the epoch of the last step, from 1, and the optimizer steps of the run so far.
-        by_step: whether lines of `score` events (`log.score_every`) replace the table of epochs.
         columns: the columns of measurements after each epoch. None: the logged numbers that are known after the first epoch.
     """
 
-    def __init__(
-        self, log: Log, world: World, now: Callable[[], tuple[int, int]], by_step: bool = False, columns: list[str] | None = None,
-    ) -> None:  # fmt: skip
-        self.log, self.world, self._now = log, world, now
-        self._by_step, self._columns = by_step, columns
+    def __init__(self, log: Log, world: World, now: Callable[[], tuple[int, int]], columns: list[str] | None) -> None:
+        self.log, self.world, self._now, self._columns = log, world, now, columns
+        self._by_step = log.score_every > 0
+        """Whether lines of `score` events replace the table of epochs."""
         self._header = False
         self.planned = 0
         """Optimizer steps of the whole run; 0: unknown so far."""

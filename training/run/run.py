@@ -255,9 +255,9 @@ class Run:
         anew = self._restore(state)
         replica.sync.zero_grad()
         self.saved_generators = state.user_state.capture(world.device) if self.resumed else None
-        by_step, columns = settings.log.score_every > 0, ["validation accuracy"]
+        columns = ["validation accuracy"] if isinstance(settings, Config) else None
         self.state, self.user_state = state, state.user_state
-        self.console = Console(settings.log, world, self._now, by_step, columns if isinstance(settings, Config) else None)  # fmt: skip
+        self.console = Console(settings.log, world, self._now, columns)
         if anew:
             self.warn(
                 f"the number of ranks has changed, and each rank has another state of {', '.join(anew)}: none is restored, and it draws as "
