@@ -95,12 +95,11 @@ def model(name: str, options: dict[str, Any] | None = None, classes: int = 10, s
     return _models.build(name, options or {}, classes, shape)
 
 
-def batches(shards: Any, batch: int, rank: int = 0, size: int = 1, uneven: str = "drop", **settings: Any) -> Any:
-    """Returns a rank's batches over shards, with settings of the group `data`."""
-    config = _config.Config(global_batch_size=batch, uneven=uneven, data=_config.Data(**settings))
-    return Inside("training.recipe.loop")._batches(
-        config, _world.World(rank=rank, size=size, local_size=size), shards, batch, 1
-    )
+def batches(shards: Any, batch: int, rank: int = 0, size: int = 1, resident: str = "auto") -> Any:
+    """Returns a rank's batches over shards."""
+    world, inside = _world.World(rank=rank, size=size, local_size=size), Inside("training.data.batches")
+    stored = inside.Stored(_shards.Samples.open(shards, "train"), world, 0, resident)
+    return inside.Batches(stored, inside.Division(shards.count("train"), batch, world, 0, uneven="drop"))
 
 
 def before_each_batch(do: Callable[[], None]) -> None:

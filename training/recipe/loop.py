@@ -22,7 +22,6 @@ from ..config import Config
 from ..contract import UserError
 from ..data.augment import augment, check_settings, draw_keys, normalise
 from ..data.batches import Batch, Batches, Division, Stored
-from ..data.order import Parts
 from ..data.shard_writer import verified
 from ..data.shards import Manifest, Samples
 from ..models.arithmetic import (
@@ -90,8 +89,7 @@ class Recipe:
             if config.compile is True and not self._strategy.compiles:
                 raise self._strategy.refuse("does not take compile=true", "set compile=false, or use sync.name=flat")
             self.model = _build(config, world, manifest)
-            multiple = models.batch_multiple(self.model)
-            self.batches = _batches(config, world, manifest, size, multiple, self._strategy.batch_parts)
+            self.batches = self._batches(size)
             if not run.resumed and run.leader:
                 self._initial_weights()
         run.settings = start.config = self.config = config = _decided(run, config, start.form, compile=self._repays)
@@ -113,6 +111,16 @@ class Recipe:
         run.summary.update(global_batch_size=size, data=run.facts["data"])
         with failing_together(world):
             self.evaluator = Evaluator(config, world, manifest)
+
+    def _batches(self, size: int) -> Batches:
+        """Returns the batches of the training samples, for this global batch size."""
+        config, world = self.config, self.run.world
+        division = Division(
+            self.manifest.count("train"), size, world, config.seed, uneven=config.uneven, shuffle=config.data.shuffle != "none",
+            multiple=models.batch_multiple(self.model), parts=self._strategy.batch_parts,
+        )  # fmt: skip
+        samples = Samples.open(self.manifest, "train")
+        return Batches(Stored(samples, world, config.seed, config.data.resident), division)
 
     def _repays(self) -> bool:
         """Whether a compiled network repays its compiling: for `compile: auto`."""
@@ -248,18 +256,6 @@ def _check_same_data(manifest: Manifest, saved: dict[str, str] | None, world: Wo
             f"{manifest.place} holds other data than this run began with (sha256 {manifest.checksum[:12]}…, "
             f"the run's {str(saved.get('checksum'))[:12]}…): restore it, or choose another --run-dir"
         )
-
-
-def _batches(
-    config: Config, world: World, manifest: Manifest, global_batch: int, multiple: int, parts: Parts | None = None
-) -> Batches:
-    settings, count = config.data, manifest.count("train")
-    division = Division(
-        count, global_batch, world, config.seed, uneven=config.uneven, shuffle=settings.shuffle != "none",
-        multiple=multiple, parts=parts,
-    )  # fmt: skip
-    samples = Samples.open(manifest, "train")
-    return Batches(Stored(samples, world, config.seed, settings.resident), division)
 
 
 def _build(config: Config, world: World, manifest: Manifest) -> nn.Module:
