@@ -43,7 +43,8 @@ def of_file(path: Path) -> Fingerprints:
     except UserError:
         raise
     except Exception as error:  # noqa: BLE001 - a file that was cut off may raise anything
-        raise UserError(f"{path} cannot be read as weights: {str(error).splitlines()[0][:200]}") from None
+        reason = (str(error) or type(error).__name__).splitlines()[0][:200]
+        raise UserError(f"{path} cannot be read as weights: {reason}") from None
 
 
 def of_values(values: Any, where: str) -> Fingerprints:
