@@ -123,12 +123,10 @@ def environment(folder: Path, identity: str, env: Mapping[str, str], launcher_pa
 def unpacked(identity: str, parts: Path) -> Path:
     """Returns the folder with the unpacked code of these pieces. Raises `UserError`."""
     target = Path(tempfile.gettempdir()) / f"lockstep-code-{identity[:_NAME_DIGITS]}"
-    left, data = archive.MAX_PACKED, b""
+    data = b""
     try:
         for part in sorted(parts.glob(PART)):
-            piece = files.read(part, left)
-            left -= len(piece)
-            data += piece
+            data += files.read(part, archive.MAX_PACKED - len(data))
     except OSError as error:
         raise UserError(f"cannot read the code in {parts}: {error.strerror}") from None
     if not data:
