@@ -17,7 +17,7 @@ class Worker:
 
     A loader forks its workers at the beginning of an epoch, while the last epoch is saved. A thread that started or ended then could
     leave a lock held in a worker (`parallel/process.py`), so no save starts or ends a thread. The thread is a daemon, so that the process
-    can end even if the disk never answers; `Writer.wait` is for every other end.
+    can end even if the disk never answers; `Saver.close` is for every other end.
     """
 
     def __init__(self, name: str) -> None:
