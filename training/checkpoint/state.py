@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -186,12 +186,16 @@ class UserState:
 
 
 def _load(objects: dict[str, Stateful], states: dict[str, Any]) -> None:
-    if objects.keys() != states.keys():
-        different = sorted(objects.keys() ^ states.keys())[0]
-        where = "the script" if different in objects else "the checkpoint"
-        raise ValueError(f"{different} is in {where} only")
+    _check_names(objects, states)
     for name, stateful in objects.items():
         stateful.load_state_dict(states[name])
+
+
+def _check_names(ours: Collection[str], saved: Collection[str], kind: str = "") -> None:
+    """Raises a `ValueError` that says who alone has a name."""
+    if different := sorted({*ours} ^ {*saved}):
+        where = "the script" if different[0] in ours else "the checkpoint"
+        raise ValueError(f"{kind}{different[0]} is in {where} only")
 
 
 def check_tree(tree: Any, place: str) -> None:
@@ -458,9 +462,7 @@ def _load_optimizers(shared: dict[str, Any], state: TrainState) -> None:
     """
     first, *further = state.optimizers
     saved_by_name = {first: shared["optimizer"], **shared["further_optimizers"]}
-    if different := sorted({*further} ^ shared["further_optimizers"].keys()):
-        where = "the script" if different[0] in further else "the checkpoint"
-        raise ValueError(f"the optimizer {different[0]} is in {where} only")
+    _check_names(further, shared["further_optimizers"], "the optimizer ")
     parameters = _parameters(state.model)
     for name, optimizer in state.optimizers.items():
         saved = saved_by_name[name]
