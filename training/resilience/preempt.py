@@ -221,6 +221,5 @@ class Consensus:
 
     def settle(self) -> None:
         """Waits for the reduction under way. Every rank calls it before leaving a loop of polls."""
-        if self._pending is not None:
-            self._read(self._pending)
-            self._pending = None
+        self.look()
+        self._pending = None
