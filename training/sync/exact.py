@@ -131,8 +131,6 @@ class Exact(GradientSync):
     def __init__(self, settings: Sync) -> None:
         super().__init__(settings)
         self.batch_parts = order.Parts(self.options.parts, self.options.min_part)
-        self._in_parts = False
-        """Whether `begin_parts` has begun the parts of this step; `apply` clears it."""
         self._grouped: list[int] = []
         """The `id` of each parameter in the groups, in order."""
         self._groups: list[_Group] = []
@@ -180,7 +178,6 @@ class Exact(GradientSync):
 
     def begin_parts(self, count: int) -> None:
         """Begins a step over this number of parts."""
-        self._in_parts = True
         self._group()
         for total in self.sums:
             total.begin(count)
@@ -195,10 +192,9 @@ class Exact(GradientSync):
         return [group.collect() for group in self._groups]
 
     def synchronize(self) -> None:
-        if not self._in_parts:  # a loop that cuts nothing: each rank has one part
-            self.begin_parts(self.world.size)
-            for total, leaf in zip(self.sums, self.collect()):
-                total.add(self.world.rank, leaf)
+        self.begin_parts(self.world.size)  # for a loop that cuts nothing: each rank has one part
+        for total, leaf in zip(self.sums, self.collect()):
+            total.add(self.world.rank, leaf)
         self.apply(iter([total.finish() for total in self.sums]))
 
     def apply(self, sums: Iterator[torch.Tensor]) -> None:
@@ -207,7 +203,6 @@ class Exact(GradientSync):
         It takes one tensor per group from the iterator, and may change them. In a recording it sets the gradients of the same parameters
         as in the last step whose sums the host has read.
         """
-        self._in_parts = False
         for group in self._groups:
             group.apply(next(sums))
 
