@@ -20,7 +20,7 @@ import itertools
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import astuple, dataclass, replace
 
 import torch
@@ -100,8 +100,9 @@ class DesyncDetector:
         self, world: World, moves: Callable[[], int], steps: Callable[[], int], say: Callable[[str], None]
     ) -> None:
         self._world, self._steps, self._say = world, steps, say
-        self._met = self._collectives = 0
-        self._moves: Callable[[], int] = lambda: moves() + 4 * self._collectives
+        self.met = self.collectives = 0
+        """Sync points that this rank has passed, and its collectives between them. A rank that is admitted continues with these counts."""
+        self._moves: Callable[[], int] = lambda: moves() + 4 * self.collectives
         self._waiting: _Waiting | None = None
         self._outside = False
         """The script has left the loop over its batches."""
@@ -109,14 +110,6 @@ class DesyncDetector:
         self._key = f"lockstep/loop/{next(_ATTEMPTS)}"
         if world.size > 1:
             threading.Thread(target=self._watch, name="desync", daemon=True).start()
-
-    def state_dict(self) -> dict[str, int]:
-        """Returns the counts that all ranks share between two steps, for a rank that is admitted."""
-        return {"met": self._met, "collectives": self._collectives}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continues with the counts of the other ranks."""
-        self._met, self._collectives = state["met"], state["collectives"]
 
     def close(self) -> None:
         """Ends the check: the attempt is over."""
@@ -131,7 +124,7 @@ class DesyncDetector:
         """Notes that the script has left the loop over its batches. It may have raised an error, so the rank waits at its next
         collective only."""
         self._outside = True
-        self._waiting = _Waiting(self._met + 1, self._moves(), self._world.rank, Place.LEFT, self._steps())
+        self._waiting = _Waiting(self.met + 1, self._moves(), self._world.rank, Place.LEFT, self._steps())
 
     def collective(self, call: str = "") -> None:
         """Counts a collective of the script as a move. After the loop it is a sync point.
@@ -142,16 +135,16 @@ class DesyncDetector:
         if call and self._outside:
             self.sync_point(Place.LEFT, call)
         else:
-            self._collectives += 1
+            self.collectives += 1
 
     def sync_point(self, place: Place, call: str = "") -> None:
         """Waits for the other ranks. Ends the process with a sentence if they are at another sync point. Collective."""
         world, moves, step = self._world, self._moves(), self._steps()
         if world.size > 1 and not self._over.is_set():
-            self._waiting = _Waiting(self._met + 1, moves, world.rank, place, step)
+            self._waiting = _Waiting(self.met + 1, moves, world.rank, place, step)
             number = (((moves >> 2) * len(Place) + place) * len(CALLS) + CALLS.index(call)) * _RANKS + world.rank
             self._compare(*all_reduce(torch.tensor([number, -number]), world, torch.maximum, _TAG).tolist())
-        self._met += 1
+        self.met += 1
         self._waiting = None
 
     def _compare(self, last: int, first: int) -> None:
@@ -179,7 +172,7 @@ class DesyncDetector:
         """Looks for a rank that waits in vain: this rank has made no move since the last look."""
         match = re.fullmatch(_SHAPE, stores.said(store, self._key, _SHAPE))
         other = None if match is None else _Waiting(*map(int, match.groups()))
-        if other is None or other.meeting <= self._met:  # in this order: `moves` was read while they had not met
+        if other is None or other.meeting <= self.met:  # in this order: `moves` was read while they had not met
             return
         if other.beyond < 0 and moves > other.moves:
             other = replace(other, beyond=self._world.rank)

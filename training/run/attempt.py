@@ -230,20 +230,20 @@ class Attempt:
         if gathered is None:
             return torch.empty(0)
         gathered["ranks"] = [rank for rank in gathered["ranks"] if rank is not None]
-        places = {"polls": self._polls, "last_step": self.saver.last_step, "save_agreed": self._save_agreed,
-                  "nonfinite_steps": self.nonfinite_steps, "looks": self.unsaved.looks,
-                  "modes": self.modes.last, "known": sorted(self.known)}  # fmt: skip
-        return pack({**gathered, "places": {**places, **self.desync.state_dict()}})
+        return pack({**gathered, "places": [getattr(one, name) for one, name in self._places()]})
 
-    def be_at(self, places: Mapping[str, Any]) -> None:
+    def _places(self) -> list[tuple[Any, str]]:
+        """Returns (object, attribute) of what all ranks have alike between two steps, besides the state: their position."""
+        return [
+            (self, "_polls"), (self, "_save_agreed"), (self, "nonfinite_steps"), (self, "known"), (self.saver, "last_step"),
+            (self.unsaved, "looks"), (self.modes, "last"), (self.desync, "met"), (self.desync, "collectives"),
+        ]  # fmt: skip
+
+    def be_at(self, places: list[Any]) -> None:
         """Moves this rank to the position of the ranks that have admitted it."""
-        self._polls, self._save_agreed = places["polls"], places["save_agreed"]
-        self.nonfinite_steps = places["nonfinite_steps"]
-        self.unsaved.looks = places["looks"]
-        self.modes.last, self.known = places["modes"], set(places["known"])
-        self.saver.last_step = places["last_step"]
+        for (one, name), value in zip(self._places(), places, strict=True):
+            setattr(one, name, value)
         self._compared = True
-        self.desync.load_state_dict(places)
 
     def _alive(self) -> None:
         self.progress.alive(self.run.user_state.steps, self._steps)

@@ -124,7 +124,7 @@ class Run:
         self.saved_generators: dict[str, Any] | None = None
         """The state of this rank's generators at the resume point, until the loop reaches that point and restores them; None: no state
         is to be restored."""
-        self.places: dict[str, Any] = {}
+        self.places: list[Any] = []
         """The position of the ranks that have admitted this rank, for `Attempt.be_at`; empty if this rank was not admitted."""
         self._inside = ""
         """The call whose function each rank runs for its own samples now; "": none."""
