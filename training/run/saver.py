@@ -62,18 +62,15 @@ class Interval:
         """Records how many seconds the writing in the background took."""
         self._writes.append(max(0.0, seconds))
 
-    @property
-    def cost(self) -> float:
-        return statistics.median(self._costs) if self._costs else 0.0
-
     def mtbf(self, trained: float) -> float:
         """Returns the mean seconds between failures. `trained`: seconds of training so far, of all attempts."""
         return (PRIOR_SECONDS + max(0.0, trained)) / (1 + self.failures)
 
     def seconds(self, trained: float) -> float:
         """Returns the seconds between two saves. `trained`: as in `mtbf`."""
-        best = math.sqrt(2 * self.cost * self.mtbf(trained))
-        least = max(MIN_INTERVAL_SECONDS, WRITES * statistics.median(self._writes) if self._writes else 0.0)
+        cost, write = (statistics.median(some or [0.0]) for some in (self._costs, self._writes))
+        best = math.sqrt(2 * cost * self.mtbf(trained))
+        least = max(MIN_INTERVAL_SECONDS, WRITES * write)
         return min(max(best, least), max(MAX_INTERVAL_SECONDS, least))
 
 
