@@ -177,8 +177,7 @@ class GradientSync(ABC):
         parts = self.gradients(parameters)
         if not self.shards_gradients:
             return nn.utils.get_total_norm(parts, foreach=True)
-        norm = nn.utils.get_total_norm(parts) if parts else torch.zeros(())
-        squared = norm.to(device=self.world.device, dtype=torch.float64) ** 2
+        squared = nn.utils.get_total_norm(parts).to(device=self.world.device, dtype=torch.float64) ** 2
         dist.all_reduce(squared)
         return squared.sqrt()
 
