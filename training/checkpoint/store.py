@@ -28,7 +28,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import safetensors
 import torch
@@ -37,8 +37,6 @@ from .. import files
 from ..contract import UserError
 from ..parallel.packing import DTYPE_NAMES, join, split
 from ..parallel.worker import Worker
-
-R = TypeVar("R")
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -319,9 +317,7 @@ class Writer:
         except CorruptCheckpoint as error:
             raise OSError(f"a checkpoint that was just written could not be verified: {error}") from None
         paths = candidates(newest.parent)
-        kept = set(paths[: self.keep])
-        if self.keep_best and (found := best(paths, self._rule)) is not None:
-            kept.add(found)
+        kept = retained(paths, self.keep, self.keep_best)
         for path in paths:
             if path not in kept and path != newest:
                 # Renamed first: a crash while its files go must not leave a candidate that is half there.
@@ -345,6 +341,12 @@ def best(paths: list[Path], rule: Rule) -> Path | None:
     """Returns the checkpoint with the best score, the newest of several; None: none was measured by that rule."""
     step = rule.best({step_of(path): score_of(path, rule) for path in paths})
     return next((path for path in paths if step_of(path) == step), None)
+
+
+def retained(paths: list[Path], keep: int, keep_best: KeepBest) -> list[Path]:
+    """Returns the newest `keep` checkpoints, and the best one if it is kept, of a list that begins with the newest."""
+    found = best(paths, Rule.of(keep_best)) if keep_best else None
+    return [path for number, path in enumerate(paths) if number < keep or path == found]
 
 
 def score_of(path: Path, rule: Rule) -> float | None:

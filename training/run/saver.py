@@ -103,9 +103,8 @@ class Sender:
     def _send(self, step: int, written: Future[SaveResult] | None) -> list[SaveResult]:
         if written is not None:
             wait([written])
-        paths, keep_best, sent = store.candidates(self._directory), self._objects.keep_best, list[SaveResult]()
-        best = store.best(paths, Rule.of(keep_best)) if keep_best else None
-        for path in dict.fromkeys([*paths[:1], *filter(None, [best])]):
+        sent = list[SaveResult]()
+        for path in store.retained(store.candidates(self._directory), 1, self._objects.keep_best):
             began = time.perf_counter()
             try:
                 size = self._objects.commit(path) if step == self._step else 0
