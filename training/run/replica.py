@@ -224,8 +224,7 @@ class Replica:
     def known(self, optimizers: tuple[torch.optim.Optimizer, ...]) -> tuple[torch.optim.Optimizer, ...]:
         """Returns the given optimizers, by default all. Raises `ValueError` for an optimizer that no checkpoint would hold, and if all
         would move a parameter twice."""
-        known = tuple(self.optimizers.values())
-        if not all(any(optimizer is other for other in known) for optimizer in optimizers):
+        if not {*map(id, optimizers)} <= {*map(id, self.optimizers.values())}:
             raise ValueError("a step takes optimizers that run.optimizer() returned: the state of no other is saved")
         return optimizers or self.together
 
