@@ -38,12 +38,12 @@ class Several(GradientSync):
     `model` holds the models by their names.
     """
 
-    def __init__(self, settings: Sync, world: World, parts: dict[str, GradientSync]) -> None:
-        self.parts = list(parts.values())
-        self.settings, self.options = settings, self.parts[0].options
+    def __init__(self, parts: dict[str, GradientSync]) -> None:
+        self.parts = self.learning = list(parts.values())
         self.model = nn.ModuleDict({name: part.model for name, part in parts.items()})
-        self.learning, self.averages_gradients, self.world = self.parts, self.parts[0].averages_gradients, world
-        self.batch_parts = self.parts[0].batch_parts
+        first = self.parts[0]
+        self.settings, self.options, self.world = first.settings, first.options, first.world
+        self.averages_gradients, self.batch_parts = first.averages_gradients, first.batch_parts
 
     @property
     def bytes_sent(self) -> int:  # type: ignore[override]
@@ -59,9 +59,7 @@ class Several(GradientSync):
     @contextlib.contextmanager
     def step_of(self, optimizers: tuple[torch.optim.Optimizer, ...]) -> Iterator[None]:
         """Makes the models of these optimizers learn in the block. The others are part of the loss, but get no gradient and send none."""
-        stepping = {
-            parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]
-        }
+        stepping = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
         self.learning = [part for part in self.parts if any(p in stepping for p in part.model.parameters())]
         resting = [part for part in self.parts if part not in self.learning]
         frozen = [p for part in resting for p in part.model.parameters() if p.requires_grad]
@@ -152,7 +150,7 @@ class Replica:
         self.network = self.networks[name] = strategy.wrap(model, self._world, example)
         self.hooks |= {hook for hook, *_ in hooks_of(strategy.model)} - of_script
         self._parts[name] = strategy
-        self.sync = strategy if len(self._parts) == 1 else Several(self._settings, self._world, self._parts)
+        self.sync = strategy if len(self._parts) == 1 else Several(self._parts)
         self.model = self.sync.model
         return self.network
 
