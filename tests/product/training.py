@@ -276,7 +276,7 @@ class StrategyLoop:
         self.ema = Inside("training.optim.ema").Ema(model, 0.9, 1, sync.duplicate())
         losses = torch.zeros(2, dtype=torch.float64)
         self._state = _states.TrainState(
-            world, model, {"optimizer": self.optimizer}, sync, self.ema, _states.Cursor(), step_clock(), losses, {}
+            world, model, {"optimizer": self.optimizer}, sync, self.ema, step_clock(), losses
         )
 
     def weights(self, average: bool = False) -> dict[str, Any]:

@@ -215,12 +215,12 @@ class TrainState:
     optimizers: Mapping[str, torch.optim.Optimizer]
     sync: GradientSync
     ema: Ema | None
-    cursor: Cursor
     clock: StepClock
     losses: torch.Tensor
     """float64 [2 + names]: the sum of this rank's losses in the epoch, its number of samples, and the sums that `user_state.measured`
     names. Under `exact` they are those of all ranks."""
-    history: dict[str, Any]
+    cursor: Cursor = field(default_factory=Cursor)
+    history: dict[str, Any] = field(default_factory=dict)
     """Plain values of the run: best and last accuracy, restarts, preemptions."""
     user_state: UserState = field(default_factory=UserState)
     """The state of the script."""

@@ -22,7 +22,7 @@ from lockstep.wire.signals import give_back
 
 from .. import generators
 from ..checkpoint.object_store import ObjectStore
-from ..checkpoint.state import Cursor, TrainState, UserState, scatter
+from ..checkpoint.state import TrainState, UserState, scatter
 from ..config import Config, RunSettings, form_of
 from ..contract import (
     ENV_NOTE,
@@ -243,9 +243,7 @@ class Run:
         world, settings = self.world, self.config
         losses = torch.zeros(2, dtype=torch.float64, device=world.device)
         clock = StepClock(world.device)
-        state = TrainState(
-            world, replica.model, replica.optimizers, replica.sync, replica.ema, Cursor(), clock, losses, {}
-        )
+        state = TrainState(world, replica.model, replica.optimizers, replica.sync, replica.ema, clock, losses)
         with failing_together(world):
             state.user_state.add({name: thing for name, thing in things.items() if id(thing) not in ours})
             state.user_state.add(of_rank, of_rank=True)
