@@ -552,14 +552,11 @@ def _arithmetic(settings: RunSettings) -> None:
     torch.backends.cudnn.deterministic = not settings.cudnn_benchmark
 
 
-@contextlib.contextmanager
-def _stream(config: RunSettings, device: torch.device) -> Iterator[None]:
-    """Runs the block on a separate stream, if steps may be recorded: the default stream cannot be recorded. Autograd binds a parameter's
+def _stream(config: RunSettings, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Returns a context on a separate stream, if steps may be recorded: the default stream cannot be recorded. Autograd binds a parameter's
     gradient to the stream on which the strategy set its hook. So model, hooks and steps all use this stream."""
     if config.capture == "never" or device.type != "cuda":
-        yield
-        return
+        return contextlib.nullcontext()
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        yield
+    return torch.cuda.stream(stream)
