@@ -399,12 +399,10 @@ def mean_of(buffers: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     Args:
         buffers: for each rank name → buffer; all ranks have the same names and shapes.
     """
-    means = {}
+    means = dict(buffers[0])
     for name, first in buffers[0].items():
         if first.is_floating_point() and not all(torch.equal(rank[name], first) for rank in buffers):
             means[name] = torch.stack([rank[name].double() for rank in buffers]).mean(0).to(first.dtype)
-        else:
-            means[name] = first
     return means
 
 
