@@ -12,10 +12,8 @@ import torch
 
 def to_device(item: Any, device: torch.device) -> Any:
     """Returns the same tree with its tensors on the device. An object with a method `to(device)` moves itself. All types stay."""
-    if isinstance(item, torch.Tensor):
-        return item.to(device, non_blocking=True)
     if callable(getattr(item, "to", None)) and not isinstance(item, type):
-        # PackedSequence, transformers' BatchEncoding, …
+        # Tensors, PackedSequence, transformers' BatchEncoding, …
         try:
             moved = item.to(device, non_blocking=True)
         except TypeError:  # a `to` that takes nothing but the device
@@ -40,8 +38,6 @@ def _rebuilt(item: Any, change: Callable[[Any], Any]) -> Any:
         return make(map(change, item))
     entries = dict(enumerate(item)) if isinstance(item, list) else item
     changed = {key: change(value) for key, value in entries.items()}
-    if type(item) is dict:
-        return changed
     if not isinstance(item, (list, MutableMapping)):
         return type(item)(changed)
     clone = copy.copy(item)  # with what else it has: a default, an attribute
