@@ -9,10 +9,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.training.contract import ENV_TORTURE, OF_A_JOB
+from lockstep.training.contract import ENV_TORTURE, OF_A_JOB, RANK_NAMES
 from lockstep.wire.progress import stat_of, variables_of
 
-RANK_NAMES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 _OF_A_LAUNCHER = {*OF_A_JOB, *RANK_NAMES, "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
 

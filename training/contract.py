@@ -81,6 +81,9 @@ ENV_DEBUG = "LOCKSTEP_DEBUG"
 ENV_REVISION = "LOCKSTEP_REVISION"
 """The source's revision, where it was installed without its history (container images)."""
 
+RANK_NAMES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+"""Variables in which launchers give a process its rank; the first that is set counts."""
+
 METRICS_PORT = 9470
 """Base port of the metrics servers, plus the local rank. 9400 belongs to dcgm-exporter."""
 MASTER_PORT = 29500
@@ -137,8 +140,7 @@ def _visible(letter: str) -> str:
 
 def rank_of(env: Mapping[str, str]) -> str:
     """Returns the rank that the launcher gave this process, to choose the rank that prints. `world.detect` checks the value."""
-    names = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
-    return next((env[name] for name in names if name in env), "0")
+    return next((env[name] for name in RANK_NAMES if name in env), "0")
 
 
 def say(text: str, file: TextIO | None = None) -> None:
