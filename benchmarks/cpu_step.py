@@ -74,7 +74,7 @@ def our_step(recipe: str, batch: int, world: World, *settings: str) -> Iterator[
             for _ in range(WARM_UP + 1):
                 step()
             recorder = run._started().step.recorder
-            if recorder is None or not recorder.recorded:  # eager times are not to be published as recorded ones
+            if recorder is None or recorder.failure:  # eager times are not to be published as recorded ones
                 raise RuntimeError(recorder.failure if recorder else "the steps of this recipe cannot be recorded")
         yield step
         raise _Measured

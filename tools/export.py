@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
     from lockstep.training.checkpoint.weights import from_run
 
     keep_best = rundir.read_run(args.run)["config"].checkpoint.keep_best
-    tensors, step, values = from_run(args.run, wanted=Rule.of(keep_best) if args.best else args.step)
+    tensors, step, values = from_run(args.run, Rule.of(keep_best) if args.best else args.step)
     write(tensors, args.out, values)
     print(printable(f"{args.out}: {len(tensors)} tensors of step {step}"))
     return EXIT_DONE

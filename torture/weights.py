@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.training.contract import UserError
+from lockstep.training.contract import UserError, first_line
 
 _TENSORS = (".safetensors", ".pt", ".pth", ".ckpt", ".bin", ".tar")
 Fingerprints = dict[str, str]
@@ -43,7 +43,7 @@ def of_file(path: Path) -> Fingerprints:
     except UserError:
         raise
     except Exception as error:  # noqa: BLE001 - a file that was cut off may raise anything
-        reason = (str(error) or type(error).__name__).splitlines()[0][:200]
+        reason = first_line(error)[:200]
         raise UserError(f"{path} cannot be read as weights: {reason}") from None
 
 

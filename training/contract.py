@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import NoReturn
 
 VERSION = "0.1.0"
 
@@ -143,10 +143,18 @@ def rank_of(env: Mapping[str, str]) -> str:
     return next((env[name] for name in RANK_NAMES if name in env), "0")
 
 
-def say(text: str, file: TextIO | None = None) -> None:
-    """Prints a line. An output that cannot be written (a full disk, a reader that left) must not end the training."""
+def say(text: str, error: bool = False) -> None:
+    """Prints a line on standard output, or on standard error. An output that cannot be written (closed, a full disk, a reader that left)
+    must not end the training."""
+    stream = sys.stderr if error else sys.stdout
     with contextlib.suppress(OSError):
-        print(printable(text) + "\n", end="", file=file, flush=True)  # one write: ranks share the output
+        if stream is not None:  # print(file=None) would write into the answer
+            print(printable(text) + "\n", end="", file=stream, flush=True)  # one write: ranks share the output
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's text, or the name of its class."""
+    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def to_stderr(text: str) -> None:

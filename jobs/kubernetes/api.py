@@ -22,7 +22,7 @@ from kubernetes import client as kube
 from kubernetes import config as kubeconfig
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from lockstep.training.contract import UserError
+from lockstep.training.contract import UserError, first_line
 
 from ..logs import LineSplitter
 from ..status import LoggedOut, Unreachable, seconds_to_answer
@@ -363,7 +363,7 @@ def load_configuration(context: str | None) -> tuple[Callable[[], kube.Configura
                 config_file=os.environ.get("KUBECONFIG"), context=context, client_configuration=configuration
             )
         except _UNREADABLE as error:
-            reason = (str(error) or type(error).__name__).splitlines()[0][:200]
+            reason = first_line(error)[:200]
             raise UserError(f"cannot read the kubeconfig ({reason}): set KUBECONFIG, or choose --context") from None
         finally:
             logging.getLogger().removeHandler(failures)

@@ -19,7 +19,9 @@ from lockstep.training.cli import Parser
 from lockstep.training.contract import (
     ENV_JOB,
     ENV_LAUNCHER,
+    ENV_LIVE,
     ENV_NOTE,
+    ENV_REPLACEMENT,
     ENV_RESTARTS,
     ENV_RUN_DIR,
     ENV_SESSION,
@@ -31,7 +33,7 @@ from lockstep.training.contract import (
 
 from .progress import stat_of, variables_of
 
-_OF_THE_RANK = (ENV_JOB, ENV_LAUNCHER, ENV_RESTARTS, ENV_SESSION, ENV_NOTE)
+_OF_THE_RANK = (ENV_JOB, ENV_LAUNCHER, ENV_RESTARTS, ENV_LIVE, ENV_REPLACEMENT, ENV_SESSION, ENV_NOTE)
 """Variables of a rank that the command must not have. The last two would make a Session of the command write into the run of the job,
 and report its progress as that of the rank."""
 _ABSENT = "{} does not run: it has ended, or has not begun, or is being started again"

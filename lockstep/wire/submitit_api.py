@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import PurePath
 from typing import Any
 
-from lockstep.training.contract import UserError, to_stderr
+from lockstep.training.contract import UserError, first_line, to_stderr
 from lockstep.training.limits import REQUEUE_SECONDS
 
 PAYLOAD, SCRIPT = "submitted.pkl", "submission.sh"
@@ -44,7 +44,7 @@ def batch_script(folder: PurePath, python: str, parameters: dict[str, Any], elem
     try:
         writer.update_parameters(**writer._convert_parameters(generic), **stderr, **own)
     except (TypeError, ValueError, NameError) as error:
-        raise UserError(f"slurm.patch: {str(error).splitlines()[0]}") from None
+        raise UserError(f"slurm.patch: {first_line(error)}") from None
     if elements > 1:
         writer.parameters["map_count"] = elements
     return writer._make_submission_file_text(writer._submitit_command_str, "")

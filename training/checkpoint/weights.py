@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 
 from .. import files
-from ..contract import UserError
+from ..contract import UserError, to_stderr
 from ..parallel.names import matched
 from . import store
 from .state import mean_of
@@ -71,7 +70,7 @@ def assign(model: nn.Module, weights: dict[str, torch.Tensor], path: Path) -> No
 
 
 def from_run(
-    run_dir: Path, warn: Callable[[str], None] = print, wanted: int | Rule | None = None
+    run_dir: Path, wanted: int | Rule | None = None
 ) -> tuple[dict[str, torch.Tensor], int, dict[str, Any]]:  # fmt: skip
     """Returns (weights of the evaluation, their step, `run.values`) of a verified checkpoint: the newest, that of a step, or the best by
     a rule. Raises `UserError` if there is none; no other checkpoint replaces the step or the best."""
@@ -80,7 +79,8 @@ def from_run(
         raise UserError(f"{run_dir} has no checkpoint yet")
     steps = {store.step_of(path): path for path in paths}
     if wanted is None:
-        path, lacks = store.newest_verified(run_dir / "checkpoints", warn), ""
+        path = store.newest_verified(run_dir / "checkpoints", lambda text: to_stderr(f"warning: {text}"))
+        lacks = ""
     elif isinstance(wanted, Rule):
         path, lacks = store.best(paths, wanted), f"with a score ({wanted.name}): choose one with --step"
     else:

@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 
 from .. import files
-from ..contract import UserError
+from ..contract import UserError, first_line
 
 MAX_YAML_BYTES = 1 << 20
 MAX_COMPLAINTS = 5
@@ -79,7 +79,7 @@ def parse_yaml(text: str, where: str) -> Any:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise UserError(f"{where}{line}: {error.problem or 'not valid YAML'}") from None
     except Exception as error:  # noqa: BLE001 - `!!bool x` and the like make the parser raise nearly anything
-        raise UserError(f"{where} is not valid YAML: {(str(error) or type(error).__name__).splitlines()[0]}") from None
+        raise UserError(f"{where} is not valid YAML: {first_line(error)}") from None
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

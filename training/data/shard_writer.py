@@ -12,7 +12,6 @@ import json
 import math
 import re
 import shutil
-import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -117,7 +116,7 @@ def _write(stream: Stream, folder: Path, source: str) -> dict[str, Any]:
         say(
             f"warning: {source} has no training sample for {len(absent)} of {len(classes)} classes ({names}): the largest label is "
             f"{most}, check the labels",
-            sys.stderr,
+            error=True,
         )
     mean, std = train.statistics()
     splits = {split.name: split.entries for split in (train, test)}
@@ -168,7 +167,7 @@ def prepare(data: Data) -> Manifest:
                     shutil.rmtree(left, ignore_errors=True)
                 made = write(stream, directory, data.source)
                 if data.source not in sources.SOURCES and not made.fits(data):
-                    say(f"warning: {made.statistics(data)}", sys.stderr)
+                    say(f"warning: {made.statistics(data)}", error=True)
     except filelock.Timeout:
         raise UserError(f"another process has held {lock} for {PREPARE_SECONDS:.0f} s: check that process") from None
     except OSError as error:

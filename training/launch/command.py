@@ -40,6 +40,7 @@ from ..contract import (
     EXIT_TIMED_OUT,
     MASTER_PORT,
     UserError,
+    first_line,
     to_stderr,
 )  # fmt: skip
 from ..limits import GRACE_SECONDS, LOST_LIVE_SECONDS, LOST_SECONDS
@@ -124,7 +125,7 @@ def _run(args: argparse.Namespace, nodes: Meeting, attempts: Attempts, hangs: Ha
     except OSError as error:
         code, why = EXIT_FAILED, f"a rank cannot be started: {error.strerror or error}"
     except stores.lost() as error:
-        code, why = EXIT_FAILED, f"the store where ranks or nodes meet is lost: {str(error).splitlines()[0]}"
+        code, why = EXIT_FAILED, f"the store where ranks or nodes meet is lost: {first_line(error)}"
     to_stderr(f"launch: {why}")
     first = True
     if isinstance(group, Coordinator):

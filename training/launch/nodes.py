@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ..contract import ENV_SECRET, EXIT_FAILED, MASTER_PORT, UserError, to_stderr
+from ..contract import ENV_SECRET, EXIT_FAILED, MASTER_PORT, UserError, first_line, to_stderr
 from ..limits import (
     HEARD_SECONDS,
     LEAVE_SECONDS,
@@ -188,7 +188,7 @@ def opened(wanted: Meeting) -> tuple[SignedStore | None, int]:
             return _connected(wanted, serves=True)
         return _connected(wanted, serves=False)
     except (OSError, ValueError, RuntimeError) as error:
-        raise CannotMeet(f"the nodes did not meet at {wanted.endpoint}: {str(error).splitlines()[0]}") from error
+        raise CannotMeet(f"the nodes did not meet at {wanted.endpoint}: {first_line(error)}") from error
 
 
 def joined(wanted: Meeting) -> tuple[SignedStore, int]:
@@ -207,7 +207,7 @@ def joined(wanted: Meeting) -> tuple[SignedStore, int]:
         except OSError as error:
             problem = error.strerror or str(error)
         except (ValueError, RuntimeError) as error:  # torch's DistError among them
-            problem = str(error).splitlines()[0]
+            problem = first_line(error)
         left = began + timeout - time.monotonic()
         if left <= 0:
             why = f"there was no answer at {wanted.endpoint} for {timeout:g} s: {problem}: giving up"

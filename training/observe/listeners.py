@@ -11,7 +11,6 @@ thread of its own. A service that hangs delays the end of the run by the grace p
 from __future__ import annotations
 
 import math
-import sys
 import time
 import uuid
 from collections.abc import Callable
@@ -60,7 +59,7 @@ class Console:
 
     def warn(self, text: str) -> None:
         """Prints a warning on stderr, with any format."""
-        say(f"warning: rank {self.world.rank}: {text}", sys.stderr)
+        say(f"warning: rank {self.world.rank}: {text}", error=True)
 
     def progress(self) -> None:
         """Prints a line a minute. Called every few seconds."""
@@ -199,7 +198,7 @@ class _Listener:
             self._thread.run(partial(self._guarded, self._tracker[1]), seconds=self._patience)
 
     def _late(self) -> None:
-        say(f"warning: {self._name} has not taken everything within {self._patience:g} s; the run ends", sys.stderr)
+        say(f"warning: {self._name} has not taken everything within {self._patience:g} s; the run ends", error=True)
 
     def _guarded(self, action: Callable[..., Any], *values: Any) -> Any:
         """Returns the action's result; None: the tracker is off, or this failure switches it off."""
@@ -209,7 +208,7 @@ class _Listener:
             raise
         except Exception as error:  # noqa: BLE001 - whatever a service's client raises
             self._on = False
-            say(f"warning: {self._name} is off: {error}; the run continues", sys.stderr)
+            say(f"warning: {self._name} is off: {error}; the run continues", error=True)
 
 
 def _tensorboard(run: RunDirectory, step: int) -> Tracker:

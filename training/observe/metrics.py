@@ -23,7 +23,6 @@ import json
 import re
 import socket
 import socketserver
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -312,7 +311,7 @@ class Exporter:
     def _warn(self, topic: str, message: str) -> None:
         if topic not in self._warned:
             self._warned.add(topic)
-            say(f"warning: rank {self._world.rank}: {message}; the run continues", sys.stderr)
+            say(f"warning: rank {self._world.rank}: {message}; the run continues", error=True)
 
     def close(self) -> None:
         """Writes the last textfile at the end of the attempt, and ends the server."""

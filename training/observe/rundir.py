@@ -18,7 +18,6 @@ import contextlib
 import itertools
 import os
 import platform
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
@@ -261,7 +260,7 @@ class RunDirectory:
     def _warn(self, message: str) -> None:
         if not self._warned:
             self._warned = True
-            say(f"warning: {self.path}: {message}; the run continues", sys.stderr)
+            say(f"warning: {self.path}: {message}; the run continues", error=True)
 
     def close(self) -> None:
         """Calls the functions in `at_close`, and releases the lock."""
@@ -349,7 +348,7 @@ def _move_aside(path: Path) -> None:
         path.rename(target)
     finally:
         lock.release()
-    say(f"moved the earlier run to {target}", sys.stderr)
+    say(f"moved the earlier run to {target}", error=True)
 
 
 def versions() -> dict[str, str]:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from ..contract import EXIT_FAILED, UserError, named
+from ..contract import EXIT_FAILED, UserError, first_line, named
 from .packing import broadcast_bytes, pack, unpack
 from .world import World, detect
 
@@ -226,7 +226,7 @@ def waiting_for_all(world: World, what: str, seconds: float) -> Iterator[None]:
     try:
         dist.monitored_barrier(group, timeout)
     except RuntimeError as caught:
-        over, cause = time.monotonic() - began >= seconds, str(caught).splitlines()[0].partition(" in ")[0]
+        over, cause = time.monotonic() - began >= seconds, first_line(caught).partition(" in ")[0]
         raise UserError(
             f"not all ranks could {what}{f' within {seconds:.0f} s' if over else ''} ({cause}): check their nodes",
             code=EXIT_FAILED,

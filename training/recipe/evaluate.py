@@ -16,7 +16,7 @@ from .. import config as configuration
 from .. import models
 from ..checkpoint import weights
 from ..config import Config, settings
-from ..contract import UserError, to_stderr
+from ..contract import UserError
 from ..data import sources
 from ..data.augment import check_settings, draw_keys, normalise
 from ..data.batches import Stored
@@ -146,12 +146,8 @@ def config_of(run_dir: Path, assignments: list[str], trust_model: bool = False) 
 
 def score_run(run_dir: Path, config: Config, checksum: str | None, world: World) -> Score:
     """Scores the run's newest checkpoint on the test split. Collective. Raises `UserError`."""
-
-    def warn(message: str) -> None:
-        to_stderr(f"warning: {message}")
-
     with failing_together(world):
-        tensors = weights.from_run(run_dir, warn)[0]
+        tensors = weights.from_run(run_dir)[0]
     manifest = verified(config.data, world, ["test"])
     with failing_together(world):
         check_settings(config, manifest.shape)

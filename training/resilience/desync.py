@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from ..contract import EXIT_FAILED, UserError, end_process
+from ..contract import EXIT_FAILED, UserError, end_process, first_line
 from ..limits import DESYNC_LOOK_SECONDS, KNOW_SECONDS, RAISED_SECONDS, VERDICT_SECONDS
 from ..parallel import stores
 from ..parallel.exchange import all_reduce
@@ -209,7 +209,7 @@ def _parted(behind: int, rank: int, ahead: int, other: int) -> str:
 
 def describe_failed_collective(world: World, step: int, error: BaseException) -> str:
     """Returns a sentence for an error of a collective: the ranks that did not report, and how they have ended."""
-    cause = _SOURCE.sub("", (str(error) or type(error).__name__).splitlines()[0]).split(". ")[0][:200]
+    cause = _SOURCE.sub("", first_line(error)).split(". ")[0][:200]
     try:
         missing, unlike = _missing(world), _trains_unlike(world)
     except (RuntimeError, ValueError):  # torch's DistError and DistStoreError among them

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -72,7 +71,7 @@ class Signals:
     def _note(self, number: int) -> None:
         if self.meeting:
             say(
-                f"{signal.Signals(number).name} before the ranks were connected: run the same command again", sys.stderr
+                f"{signal.Signals(number).name} before the ranks were connected: run the same command again", error=True
             )
             self._leave(EXIT_PREEMPTED)
         elif self.received is None:

@@ -280,8 +280,9 @@ def _leaves_out(graph: Any, samples: float) -> bool:
         seen.add(node)
         name = type(node).__name__
         if name.startswith("NllLoss") and node._saved_reduction == 1:
-            weight, count = node._saved_total_weight, node._saved_target.numel()
-            if min(abs(float(weight) - count), abs(float(weight) - samples)) > torch.finfo(weight.dtype).eps * count:
+            count, precision = node._saved_target.numel(), torch.finfo(node._saved_total_weight.dtype).eps
+            weight = float(node._saved_total_weight)  # waits for the device
+            if min(abs(weight - count), abs(weight - samples)) > precision * count:
                 return True
         elif name.startswith("MeanBackward"):
             if _is_chosen(node, samples):

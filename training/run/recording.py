@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from ..contract import ENV_LIVE
+from ..contract import ENV_LIVE, first_line
 from ..data import pytree
 from ..observe.account import TimeCategory
 from ..observe.steps import RecordedPoints
@@ -190,7 +190,7 @@ class Recorder:
         try:
             self._record_step(inputs)
         except Exception as caught:  # noqa: BLE001 - a model may do anything that cannot be recorded; eager steps continue
-            error = f"{type(caught).__name__}: {str(caught).splitlines()[0] if str(caught) else ''}"
+            error = f"{type(caught).__name__}: {first_line(caught)}"
         errors = all_gather_trees(error, self._step.run.world)
         self._step.replica.sync.zero_grad()
         failed = next(((rank, text) for rank, text in enumerate(errors) if text), None)

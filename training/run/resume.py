@@ -7,7 +7,6 @@ import copy
 import functools
 import hashlib
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -44,7 +43,7 @@ def newest_checkpoint(
     def warn(message: str) -> None:
         metrics.corrupt_file("checkpoint")
         directory.event("corrupt_checkpoint", message=message)
-        say(f"warning: rank {world.rank}: {message}", sys.stderr)
+        say(f"warning: rank {world.rank}: {message}", error=True)
 
     return store.newest_verified(directory.checkpoints, warn, verified)
 

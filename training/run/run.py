@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import sys
 import threading
 import time
 from collections import deque
@@ -194,7 +193,7 @@ class Run:
             if kept.to is not None and not world.replacement:
                 with waiting_for_all(world, "bring the checkpoint from the bucket", BRING_SECONDS):
                     if self.objects is not None and self.directory is not None:
-                        verified = self.objects.acquire(fresh, lambda text: say(f"warning: {text}", sys.stderr))
+                        verified = self.objects.acquire(fresh, lambda text: say(f"warning: {text}", error=True))
                         self.directory.count_attempt()
             # Only now: a directory that is refused stays untouched.
             with failing_together(world):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import math
 import statistics
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -374,7 +373,7 @@ class Saver:
         wait([future], seconds)
         error = future.exception() if future.done() else f"the bucket did not answer within {seconds:.0f} s"
         if error is not None:
-            say(f"warning: {self.run.path}: the end of this attempt is not in the bucket: {error}", sys.stderr)
+            say(f"warning: {self.run.path}: the end of this attempt is not in the bucket: {error}", error=True)
 
     def close(self) -> None:
         """Waits for the last save, unless it hangs. Then its temporary file stays, and the next start removes it."""

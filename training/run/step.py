@@ -524,8 +524,9 @@ class Step:
         self.pending, self._accumulating, self._samples, self._losses = False, 0, 0, []
         self._total = None
         self._count()
-        lr = float(next(iter(self.replica.optimizers.values())).param_groups[0].get("lr", 0.0))
-        self.attempt.step_done(lr, samples, norm)
+        lr = next(iter(self.replica.optimizers.values())).param_groups[0].get("lr", 0.0)
+        # To read a rate on a GPU would wait for it.
+        self.attempt.step_done(0.0 if getattr(lr, "is_cuda", False) else float(lr), samples, norm)
 
     def _divide(self, inputs: StepInput) -> None:
         """Sets `_total`, and divides the summed gradients by it, unless `backward` could. Collective unless the samples of all ranks are

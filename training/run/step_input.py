@@ -231,7 +231,10 @@ class CurrentBatch:
                 "is nothing that run.batches() or run.part() has given. Put what is made of a batch into the function"
             )
 
-        batch, part = pytree.mapped(inputs.batch, part_now), parts[0]
+        batch = pytree.mapped(inputs.batch, part_now)
+        if not parts:
+            raise RestartRequired("a rank was lost, and the step cannot be taken again: its batch has nothing to cut")
+        part = parts[0]
         return replace(
             inputs, batch=batch, part=part, samples=part.samples, weight=part.weight, generation=self._world.generation
         )

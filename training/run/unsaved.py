@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import sys
 import tempfile
 import time
 import types
@@ -179,7 +178,7 @@ class Unsaved:
         if self._run.world.leader:
             self._run.warn(sentence)
         elif self._run.world.replacement:
-            say(f"warning: rank {self._run.world.rank}: {sentence}", sys.stderr)
+            say(f"warning: rank {self._run.world.rank}: {sentence}", error=True)
 
     def _alike(self) -> dict[str, str]:
         """Returns call or variable → digest of its value, or the logged number. These values must be equal on all ranks."""
