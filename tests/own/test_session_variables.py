@@ -119,7 +119,7 @@ def train(kind, run, steps):
                 weights = {name: p.detach().clone() for name, p in net.named_parameters()}
             elif kind == "drawn":
                 noise.random(), next(other), next(reader), next(rows, None)
-            elif kind == "chosen" and run.steps == 3:
+            elif kind == "chosen" and run.steps > 2:
                 pool, active, stats["web"]["loss"] = every, hard_loss, draw() + 2.0
             elif kind == "swapped" and run.steps == 2:
                 net.act, meter.transform, criterion = torch.nn.ReLU(), Meter.add, functools.partial(torch.clamp, min=0.5)

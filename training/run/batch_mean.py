@@ -52,6 +52,8 @@ _MOST = 100
 
 Call = Callable[[StepInput, int, int], tuple[torch.Tensor, Numbers]]
 Gradient = tuple[torch.Tensor | None, ...]
+Result = tuple[float, Gradient]
+"""A loss, and its gradient."""
 
 
 class BatchMean:
@@ -170,7 +172,7 @@ class BatchMean:
         weights = [p for p in self._replica.model.parameters() if p.requires_grad] if with_gradient else []
         dtypes: set[torch.dtype] = set()
 
-        def result(first: int, end: int, seed: int, weights: list[nn.Parameter] = weights) -> tuple[float, Gradient]:
+        def result(first: int, end: int, seed: int, weights: list[nn.Parameter] = weights) -> Result:
             drawing.seed(seed)
             batch = pytree.cut(inputs.batch, first, end, inputs.samples, copies=True)  # the function may change it
             loss, _ = call(dataclasses.replace(inputs, batch=batch, samples=end - first), 0, end - first)
@@ -208,32 +210,52 @@ class BatchMean:
             if noisy or middle == low or not inputs.batch or _normalises(undo.modules):
                 return ""
             first, second = result(low, middle, seeds[0]), result(middle, high, seeds[0])
-        halves = first[0], second[0]
-        is_sum = inputs.divisor is not None
-        shares = (1.0, 1.0) if is_sum else ((middle - low) / (high - low), (high - middle) / (high - low))
-        mean = sum(share * half for share, half in zip(shares, halves))
-        near = _rounding(dtypes, undo) * max(1.0, *map(abs, (whole, *halves)))
-        if not math.isfinite(near):
-            return ""
-        kind = "sum" if is_sum else "mean"
-        # In float16 small gradients would be lost.
-        compares = bool(gradient) and inputs.scaler is None
-        apart = _distance(gradient, (first[1], second[1]), shares) if compares else 0.0
-        # Terms that cancel, such as those of a critic, round more than their sum. Their gradients do not.
-        is_rounding = compares and abs(whole - mean) < _OF_GRADIENT * near and apart < tolerance / 10
-        if abs(whole - mean) > near and not is_rounding:
-            return (
-                f"the loss of a batch is not the {kind} over its samples: {high - low} samples give {whole:.6g}, and their two halves "
-                f"{mean:.6g}. So N ranks minimise another loss than 1 rank. {_advice(inputs, whole, halves, near)}"
-            )
-        if apart <= tolerance or _is_rounding(gradient, weights, whole):
-            return ""
-        return (
-            f"the gradient of a batch is not the {kind} over its samples: that of {high - low} samples and that of their two halves "
-            f"differ by {apart:.2g} of their norm, though the loss is the {kind}. So N ranks take another step than one. A term that is "
-            "divided by its own value, or advantages that are whitened, depend on the samples of a rank: compute such numbers from the "
-            "whole batch, before run.part(), and pass them as arguments"
+        return _unlike_halves(
+            inputs, (whole, gradient), (first, second), (middle - low, high - middle), _rounding(dtypes, undo), weights
         )
+
+
+def _unlike_halves(
+    inputs: StepInput,
+    whole: Result,
+    halves: tuple[Result, Result],
+    sizes: tuple[int, int],
+    rounding: float,
+    weights: list[nn.Parameter],
+) -> str:
+    """Returns a warning if the loss of a batch, or its gradient, does not follow from those of its two halves; "": it does.
+
+    Args:
+        sizes: samples of the halves.
+        rounding: relative difference between losses that counts as equal.
+    """
+    (loss, gradient), (first, second) = whole, halves
+    losses, gradients = (first[0], second[0]), (first[1], second[1])
+    samples, tolerance = sum(sizes), _OF_GRADIENT * rounding
+    kind = "mean" if inputs.divisor is None else "sum"
+    shares = (1.0, 1.0) if kind == "sum" else tuple(size / samples for size in sizes)
+    expected = sum(share * half for share, half in zip(shares, losses))
+    near = rounding * max(1.0, *map(abs, (loss, *losses)))
+    if not math.isfinite(near):
+        return ""
+    # In float16 small gradients would be lost.
+    compares = bool(gradient) and inputs.scaler is None
+    apart = _distance(gradient, gradients, shares) if compares else 0.0
+    # Terms that cancel, such as those of a critic, round more than their sum. Their gradients do not.
+    is_rounding = compares and abs(loss - expected) < _OF_GRADIENT * near and apart < tolerance / 10
+    if abs(loss - expected) > near and not is_rounding:
+        return (
+            f"the loss of a batch is not the {kind} over its samples: {samples} samples give {loss:.6g}, and their two halves "
+            f"{expected:.6g}. So N ranks minimise another loss than 1 rank. {_advice(inputs, loss, losses, near)}"
+        )
+    if apart <= tolerance or _is_rounding(gradient, weights, loss):
+        return ""
+    return (
+        f"the gradient of a batch is not the {kind} over its samples: that of {samples} samples and that of their two halves "
+        f"differ by {apart:.2g} of their norm, though the loss is the {kind}. So N ranks take another step than one. A term that is "
+        "divided by its own value, or advantages that are whitened, depend on the samples of a rank: compute such numbers from the "
+        "whole batch, before run.part(), and pass them as arguments"
+    )
 
 
 def _distance(whole: Gradient, parts: tuple[Gradient, ...], shares: tuple[float, ...]) -> float:

@@ -32,7 +32,7 @@ from .contents import Reached, reached
 from .proof import text_of
 from .replica import tables_of
 from .run import Run
-from .variables import LIST, Variables, beginning, counting, tables
+from .variables import CHOICE, KIND, LIST, Variables, beginning, counting, tables
 
 T = TypeVar("T")
 SCORES = ("accuracy", "loss")
@@ -70,8 +70,8 @@ class Unsaved:
         """Digest of the first batch of an epoch of `run.batches`."""
         self.given: Any = None
         """The batch that the script has."""
-        self._kinds_before = run.user_state.variables if run.resumed else None
-        """The digests of functions, classes and hooks in the checkpoint, with which they are still to be compared; None: with none."""
+        self._before = dict.fromkeys((CHOICE, KIND), run.user_state.variables) if run.resumed else {}
+        """Sort of functions, classes and objects that are still to be compared → digests in the checkpoint."""
         self._moved: dict[str, str] = {}
         """Variable that this rank has changed, and that ranks must agree on, from `note_variables` to the next look → digest."""
         self.is_uneven = False
@@ -150,7 +150,7 @@ class Unsaved:
         run = self._run
         self._variables.begin()
         if over in self._resuming:  # on all ranks: `state_dict()` of a kept object may be a collective
-            self._warn_of(self._variables.differing(run.user_state.variables, kinds=False) if compares else [])
+            self._warn_of(self._variables.differing(run.user_state.variables) if compares else [])
             if (name := counting()) is not None:
                 self._warn_here(
                     f"{name}() goes over the loop of the {over}, and this start resumes: its count and other iterables begin anew. Use "
@@ -158,12 +158,14 @@ class Unsaved:
                 )
         self._resuming -= {"epochs", "batches"} if compares else {over}
 
+    def compare_choices(self) -> None:
+        """Warns once of chosen objects that differ from the save. In a step: a script may choose from the epoch or from `run.steps`."""
+        self._warn_of(self._variables.differing(self._before.pop(CHOICE, {}), CHOICE))
+
     def compare_kinds(self) -> None:
-        """Warns once of functions, classes, hooks and chosen objects that differ from the save. After a batch, since a script may set
-        them from the epoch or from `run.steps`."""
-        if self._kinds_before is not None:
-            self._warn_of(self._variables.differing(self._kinds_before, kinds=True))
-            self._kinds_before = None
+        """Warns once of functions, classes and hooks that differ from the save. After a batch: within a step the script may be in another
+        function, whose variables have the same names."""
+        self._warn_of(self._variables.differing(self._before.pop(KIND, {}), KIND))
 
     def _warn_of(self, names: list[str]) -> None:
         if names:

@@ -55,9 +55,9 @@ _SAMPLE = 1 << 16
 """Numbers of a tensor or an array that a digest reads, evenly spaced, or the first ones of each dimension (`beginning`)."""
 _BYTES = (bytearray, array.array, ctypes._SimpleCData, ctypes.Array, io.BytesIO)
 _COUNTING = (enumerate, zip, map, itertools.islice)
-_KIND = "kind "
+KIND = "kind "
 """The beginning of the digest of something that has no state: a function, a class, or a module without numbers."""
-_CHOICE = f"{_KIND}of "
+CHOICE = f"{KIND}of "
 """The beginning of the digest of an object that has several names: the first of these follows (`Variables._choices`)."""
 _ITERATOR = "an iterator"
 """The digest of any iterator, whose position cannot be seen. It begins anew in each start."""
@@ -124,16 +124,19 @@ class Variables:
         through = reads(code, holder, uses=True) and any(reads(one, f".{attribute}") for one in called)
         return through or reads(code, name) or (code in methods.values() and reads(code, f".{attribute}"))
 
-    def differing(self, before: dict[str, str], kinds: bool) -> list[str]:
+    def differing(self, before: dict[str, str], sort: str = "") -> list[str]:
         """Returns the names of variables that have another value than in these digests of a checkpoint, and of attributes that objects do
         not have yet.
 
         Args:
-            kinds: whether to compare those that were functions, classes, modules without numbers, or hooks; else the others.
+            sort: `KIND`: compares those that were functions, classes, modules without numbers, or hooks; `CHOICE`: objects with several
+                names; "": the others.
         """
+        kinds_before = {name for name, text in before.items() if text.startswith(KIND)}
+        before = {name: text for name, text in before.items() if _sort_of(text) == sort}
+        if not before:
+            return []
         held = _held(self._state)
-        kinds_before = {name for name, text in before.items() if text.startswith(_KIND)}
-        before = {name: text for name, text in before.items() if (name in kinds_before) == kinds}
         marks = [*self._marks(held), *self._model_marks(held)]
         now = {name: (value, _digest(value, held)) for name, value, _ in marks if name in before}
         others = [
@@ -142,7 +145,7 @@ class Variables:
             if text is not None
             and (text != before[name] or text == _ITERATOR)
             and not _is_running(value)
-            and text.startswith(_CHOICE) == before[name].startswith(_CHOICE)
+            and (sort == CHOICE) == (_sort_of(text) == CHOICE)
         ]
         return others + [name for name in before if name not in now and self._is_missing(name, kinds_before)]
 
@@ -303,7 +306,7 @@ def _print(value: Any, held: set[int | None], leaf: Callable[[Any], Any], depth:
     """
     kind = type(value)
     if kind is Kind:
-        return f"{_KIND}{value}"
+        return f"{KIND}{value}"
     if issubclass(kind, (str, bytes)):
         return [len(value), repr(value[:1000])]
     if issubclass(kind, PLAIN):
@@ -321,7 +324,7 @@ def _print(value: Any, held: set[int | None], leaf: Callable[[Any], Any], depth:
     if generators.is_generator(value):
         return None if id(value) in held else leaf(value)
     if (about := kind_of(value)) is not None:
-        return f"{_KIND}{about}"
+        return f"{KIND}{about}"
     if issubclass(kind, nn.Module):
         is_constructed = "_modules" in vars(value)
         tensors = [*value.parameters(), *value.buffers()] if is_constructed else []
@@ -407,17 +410,21 @@ def _contents(value: Any) -> Any:
 
 def _digest(value: Any, held: set[int | None]) -> str | None:
     if type(value) is Same:
-        return f"{_CHOICE}{value.name}"
+        return f"{CHOICE}{value.name}"
     plain = None
     with contextlib.suppress(Exception):  # an object of the script may raise anything
         plain = _print(value, held, _contents)
     if plain in (None, _ITERATOR):
         return plain
-    return (_KIND if _is_kind(plain) else "") + str(zlib.crc32(repr(plain).encode()))
+    return (KIND if _is_kind(plain) else "") + str(zlib.crc32(repr(plain).encode()))
+
+
+def _sort_of(text: str) -> str:
+    return next((sort for sort in (CHOICE, KIND) if text.startswith(sort)), "")
 
 
 def _is_kind(plain: Any) -> bool:
-    return type(plain) is str and plain.startswith(_KIND)
+    return type(plain) is str and plain.startswith(KIND)
 
 
 def _has_moved(before: Any, now: Any) -> bool:
