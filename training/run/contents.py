@@ -69,7 +69,7 @@ def reached(state: TrainState | None) -> list[Reached]:
     """Returns the values of the running functions' variables, with the attributes and items below them. Leaves out the content of kept
     objects, since a state may consist of copies, and the generators of the process. Returns nothing if an object of the script raises,
     since all this only serves warnings."""
-    named = ((name, value) for names in frames() for name, value in names.items() if name[:2] != "__")
+    named = ((name, value) for names in frames() for name, value in names.items() if name != "_" and name[:2] != "__")
     optimizers = {} if state is None else state.optimizers
     of_optimizers = (
         (f"{name}.{key}", value)
