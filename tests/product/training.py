@@ -332,7 +332,7 @@ class RunBegun:
         """Trains this step, counted from 0 over all epochs. Returns the ids of this rank's samples."""
         epoch, at = divmod(number, self.division.steps)
         self.state.cursor.epoch, self.state.cursor.step, self.state.user_state.steps = epoch, at, number
-        batch, part = next(iter(self.recipe.batches.epoch(epoch, iter([at]))))
+        batch, part = next(iter(self.recipe.batches.epoch(epoch, at)))
         self.state.clock.begin()
         self.loop.step.begin_batch(part)
         self.recipe.step(batch)
