@@ -147,7 +147,7 @@ def say(text: str, error: bool = False) -> None:
     """Prints a line on standard output, or on standard error. An output that cannot be written (closed, a full disk, a reader that left)
     must not end the training."""
     stream = sys.stderr if error else sys.stdout
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ValueError):
         if stream is not None:  # print(file=None) would write into the answer
             print(printable(text) + "\n", end="", file=stream, flush=True)  # one write: ranks share the output
 

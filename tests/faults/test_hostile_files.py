@@ -214,7 +214,8 @@ def test_a_sealed_checkpoint_of_another_structure(job: Job, tmp_path: Path, caps
         product.seal(newest)
         return place, new
 
-    places, out = list(_places(good)), tmp_path / "weights.pth"
+    # An export does not read the digests of variables, whose number depends on the process that runs the test.
+    places, out = [place for place in _places(good) if "variables" not in place], tmp_path / "weights.pth"
     for place in places:
         what = put(place)
         code = product.export(str(job.run_dir), str(out))

@@ -9,7 +9,7 @@ import pytest
 
 from tests import product
 from tests.own.job import script
-from tests.processes import Result
+from tests.processes import LAUNCH, PYTHON, Result, run
 
 pytestmark = pytest.mark.promise("replicas-apart")
 
@@ -440,23 +440,31 @@ def test_a_table_in_an_attribute_that_is_drawn_anew_is_named(tmp_path: Path) -> 
 
 
 UNFROZEN = """
-import sys, torch
+import os, signal, sys, torch
 from lockstep import Session
 with Session(sys.argv[1]) as run:
     net = torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.Linear(64, 2))
     net[0].requires_grad_(False)
     model = run.replicate(net)
     run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    def loss(x):
+        if run.steps == 5 and run.rank == 1 and sys.argv[2] == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return model(x).square().mean()
     for _ in run.epochs(1):
         for x in run.batches(torch.randn(64, 4), 4):
-            if run.steps == 5 and run.rank == 0:
+            if run.steps == 5 and (run.rank == 0 or sys.argv[2] == "killed"):
                 net[0].requires_grad_(True)
-            run.step(lambda x: model(x).square().mean(), x)
+            run.step(loss, x)
 """
 
 
-def test_a_layer_that_one_rank_unfreezes_is_named(tmp_path: Path) -> None:
-    """The ranks' sums no longer fit, and gloo aborts a process. The other one says why."""
-    done = script(2, UNFROZEN, tmp_path / "run")
-    assert done.code == 1, done.output
-    assert "rank 0 trains 0.weight since this step, and rank 1 does not" in done.output, done.output
+@pytest.mark.parametrize("how", ["alone", "killed"])
+def test_a_layer_that_one_rank_unfreezes_is_named(tmp_path: Path, how: str) -> None:
+    """The ranks' sums no longer fit, and gloo aborts a process. The other one says why. A rank that is killed in the step in which all
+    unfreeze the layer is the cause itself."""
+    program = tmp_path / "train.py"
+    program.write_text(UNFROZEN)
+    done = run([*LAUNCH, "--ranks", "2", "--", PYTHON, str(program), str(tmp_path / "run"), how])
+    said = "rank 0 trains 0.weight since this step, and rank 1 does not" in done.output
+    assert done.code == 1 and "step 5: rank 1 did not arrive" in done.output and said == (how == "alone"), done.output

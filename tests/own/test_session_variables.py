@@ -78,7 +78,7 @@ def train(kind, run, steps):
     anchor = net.weight.detach().clone() if kind == "anchor" else None
     idle, draw, stats = stream(), stream().__next__, {"web": {"loss": 1.0}}
     easy, every, soft, hard_loss = [0, 1], [0, 1, 2], torch.nn.HuberLoss(delta=2.0), torch.nn.HuberLoss()
-    pool, active, view = easy, soft, easy
+    pool, active, view, alone, critic = easy, soft, easy, torch.nn.L1Loss(), soft
     net.act, meter.transform, criterion, tuned, rows, early = torch.nn.Tanh(), torch.abs, torch.sin, torch.sin, iter(read), torch.sin
     for epoch in (number for _, number in enumerate(run.epochs(steps=steps))) if kind == "epochs" else run.epochs(steps=steps):
         early = torch.cos  # anew in each epoch
@@ -120,6 +120,8 @@ def train(kind, run, steps):
             elif kind == "drawn":
                 noise.random(), next(other), next(reader), next(rows, None)
             elif kind == "chosen" and run.steps > 2:
+                if run.steps == 3:
+                    alone, critic = soft, torch.nn.SmoothL1Loss()
                 pool, active, stats["web"]["loss"] = every, hard_loss, draw() + 2.0
             elif kind == "swapped" and run.steps == 2:
                 net.act, meter.transform, criterion = torch.nn.ReLU(), Meter.add, functools.partial(torch.clamp, min=0.5)
@@ -143,7 +145,7 @@ NAMED = {
                "helper_of_a_script._temperature", "streams['web']", "optimizer._copy", "run.config"}, "anchor": {"anchor"},
     "drawn": {"noise", "other", "reader", "rows"}, "files": {"box", "text"}, "epochs": {"enumerate"},
     "swapped": {"model (class, functions or hooks)", "module act (class, functions or hooks)", "meter.transform", "criterion", "tuned"},
-    "chosen": {"pool", "active", "stats", "draw"}, "enumerate": {"enumerate"}, "zip": {"zip"}, "calm": set(),
+    "chosen": {"pool", "active", "stats", "draw", "alone", "critic"}, "enumerate": {"enumerate"}, "zip": {"zip"}, "calm": set(),
 }  # fmt: skip
 
 

@@ -49,6 +49,8 @@ from .nodes import DesiredState, Meeting, NodeSlot, WorkerId, size
 
 _READ_BYTES = 1 << 20
 """Bytes of one read: a pipe holds no more, so one read empties it."""
+_LONGEST = float(1 << 30)
+"""Longest time of a timer, in seconds."""
 _WRITING = threading.Lock()
 """Held during a write to the output or the errors, which are often one file: a long text takes several system calls."""
 
@@ -297,7 +299,7 @@ class WorkerGroup:
         """Begins the grace period of the ranks, at the first signal."""
         if self.signalled is None:
             signal.signal(signal.SIGALRM, self._kill)
-            signal.setitimer(signal.ITIMER_REAL, self._look_for_grace())
+            signal.setitimer(signal.ITIMER_REAL, min(self._look_for_grace(), _LONGEST))
         self.signalled = number
 
     def _look_for_grace(self) -> float:

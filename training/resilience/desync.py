@@ -20,7 +20,7 @@ import itertools
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass, replace
 
 import torch
@@ -211,23 +211,22 @@ def describe_failed_collective(world: World, step: int, error: BaseException) ->
     """Returns a sentence for an error of a collective: the ranks that did not report, and how they have ended."""
     cause = _SOURCE.sub("", first_line(error)).split(". ")[0][:200]
     try:
-        missing, unlike = _missing(world), _trains_unlike(world)
+        missing, unlike = _missing(world)
     except (RuntimeError, ValueError):  # torch's DistError and DistStoreError among them
         return f"step {step}: lost rank 0, which holds the store, or the network to it ({cause})"
+    if missing:
+        return f"step {step}: {'; '.join(missing)} ({cause}){unlike and f'. {unlike}'}"
     if unlike:
         return f"step {step}: {unlike}"
-    if missing:
-        return f"step {step}: {'; '.join(missing)} ({cause})"
     if world.live is not None and world.generation:
         return f"step {step}: {world.live.of_gone_group(cause)}"
     return f"step {step}: a collective failed, although every rank is present ({cause})"
 
 
-def _trains_unlike(world: World) -> str:
-    """Returns a sentence about a parameter that trains since this step on some ranks only; "": there is none."""
-    store = _get_default_store()
-    texts = [stores.said(store, stores.trained(rank), r"\d{1,9} [ -~]+") or "0 " for rank in range(world.size)]
-    changes = {rank: int(text.split()[0]) for rank, text in enumerate(texts)}
+def _trains_unlike(store: dist.Store, ranks: Iterable[int]) -> str:
+    """Returns a sentence about a parameter that trains since this step on some of these ranks only; "": there is none."""
+    texts = {rank: stores.said(store, stores.trained(rank), r"\d{1,9} [ -~]+") or "0 " for rank in ranks}
+    changes = {rank: int(text.split()[0]) for rank, text in texts.items()}
     first, last = min(changes, key=changes.__getitem__), max(changes, key=changes.__getitem__)
     if changes[first] == changes[last]:
         return ""
@@ -242,12 +241,13 @@ def first_of_node(world: World) -> bool:
     return True
 
 
-def _missing(world: World) -> list[str]:
-    """Returns a sentence for each rank that did not report a failed collective within a few seconds, and how it has ended."""
+def _missing(world: World) -> tuple[list[str], str]:
+    """Returns a sentence for each rank that did not report a failed collective within a few seconds, with how it has ended; and
+    `_trains_unlike` of the others, and of those that gloo has aborted."""
     store = _get_default_store()
     launchers = stores.without_prefix(store)
     store.set(f"lockstep/failed/{world.rank}", "1")
-    missing = []
+    missing, lost = [], set[int]()
     deadline = time.monotonic() + VERDICT_SECONDS
     for rank in range(world.size):
         key, ended = [f"lockstep/failed/{rank}"], stores.ended(rank)
@@ -257,8 +257,10 @@ def _missing(world: World) -> list[str]:
         if not reported:
             why = stores.said(launchers, ended, r"[ -~]+")
             missing.append(f"rank {rank} did not arrive{f': {why}' if why else ''}")
+            lost |= {rank} if why and "SIGABRT" not in why else set()
+    unlike = _trains_unlike(store, {*range(world.size)} - lost)
     stores.meet(store, "lockstep/failed/know", world.size - len(missing), RAISED_SECONDS, waits=world.leader)
-    return missing
+    return missing, unlike
 
 
 def prints(world: World, error: UserError) -> bool:

@@ -71,7 +71,7 @@ class BatchMean:
 
         Args:
             call: returns the loss of these samples of the rank, and the numbers.
-            code: the code of the function (`variables.code_of`); None: it is another object that can be called.
+            code: the code of the function (`bytecode.code_of`); None: it is another object that can be called.
         """
         if isinstance(self._run.config, Config) or not self._replica.sync.is_replicated:
             return

@@ -113,11 +113,11 @@ def below(named: Iterable[tuple[str, Any]], known: list[Any]) -> Iterator[Reache
         of_script = is_of_script(root_of(unwrapped(value)))
         if id(value) in seen or kind.__module__.startswith("lockstep."):
             if is_own and id(value) in seen:  # several variables may have one function, list or object
-                is_function = kind_of(value) is not None and not issubclass(kind, nn.Module)
-                is_value = (
-                    issubclass(kind, (dict, set, frozenset, np.ndarray, *SEQUENCES)) and id(value) not in restored
-                )
-                yield one if is_function or is_value else one._replace(value=Same(id(value)))
+                is_value = issubclass(kind, (dict, set, frozenset, np.ndarray, *SEQUENCES))
+                if kind_of(value) is not None or (is_value and id(value) not in restored):
+                    yield one
+                if not is_value and (kind_of(value) is None or issubclass(kind, nn.Module)):
+                    yield one._replace(value=Same(id(value)))
             if kind.__name__ == "Session" and left:
                 waiting.append((Reached(f"{name}.config", getattr(value, "config", None), True, False), left - 1))
             continue
@@ -240,7 +240,3 @@ def states_of(path: str, holder: Any, without: Collection[str] = ()) -> list[tup
         and not issubclass(type(value), nn.Module)
         and (issubclass(type(value), _STATES) or is_of_script(root_of(value)))
     ]
-
-
-def is_constant(value: Any) -> bool:
-    return type(value) in (bool, int, float, str) or (type(value) is tuple and all(map(is_constant, value)))

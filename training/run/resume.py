@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..checkpoint import store
 from ..checkpoint.state import TrainState, UserState, parameter_names
-from ..contract import ENV_LIVE, UserError, say
+from ..contract import ENV_LIVE, UserError, first_line, say
 from ..observe.metrics import Metrics
 from ..observe.rundir import RunDirectory
 from ..parallel.packing import pack
@@ -63,7 +63,7 @@ def misfits_explained() -> Iterator[None]:
         yield
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
         raise UserError(
-            f"the checkpoint does not fit the model or its optimizer ({type(error).__name__}: {(str(error).splitlines() or [''])[0]}): "
+            f"the checkpoint does not fit the model or its optimizer ({type(error).__name__}: {first_line(error)}): "
             "resume with the code that wrote it, or start over in another run directory. A script that changes the model after "
             "run.replicate() makes the same change before it if run.resumed"
         ) from error

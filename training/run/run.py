@@ -518,9 +518,8 @@ def _note_corrupt_shard(metrics: Metrics, error: BaseException) -> None:
 
 def _not_together(error: BaseException) -> UserError:
     """Returns the error for a collective that failed before the first step, so that the message has no step to name."""
-    lost = UserError(f"the ranks could not start together, one of them or the way to it was lost: {error}")
-    lost.code = EXIT_FAILED
-    return lost
+    what = f"the ranks could not start together, one of them or the way to it was lost: {error}"
+    return UserError(what, code=EXIT_FAILED)
 
 
 def _failed_collective(world: World, error: BaseException) -> BaseException | None:

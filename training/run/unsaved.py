@@ -402,4 +402,5 @@ def _moves(name: str, value: Any) -> str:
 
 
 def _keeps(name: str, value: str) -> str:
-    return f"run.keep({re.sub('[^A-Za-z0-9]+', '_', name).strip('_')}={value})"
+    keyword = name if name.isidentifier() else re.sub(r"\W+", "_", name).strip("_")
+    return f"run.keep({keyword if keyword.isidentifier() else 'other'}={value})"

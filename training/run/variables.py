@@ -59,6 +59,8 @@ KIND = "kind "
 """The beginning of the digest of something that has no state: a function, a class, or a module without numbers."""
 CHOICE = f"{KIND}of "
 """The beginning of the digest of an object that has several names: the first of these follows (`Variables._choices`)."""
+_OBJECT = " (object)"
+"""The end of the name under which the choice of an object is compared: beside its kind."""
 _ITERATOR = "an iterator"
 """The digest of any iterator, whose position cannot be seen. It begins anew in each start."""
 _BEGAN = time.time(), time.perf_counter(), time.monotonic()
@@ -87,8 +89,11 @@ class Variables:
         """Marks of attributes of models and optimizers at the first save. A first pass may set some, such as the longest sequence."""
 
     def begin(self) -> None:
-        """Notes the names of the script's values, once, where its loop begins."""
-        self._names = self._names or list(dict.fromkeys(one.name for one in reached(self._state) if one.is_own))
+        """Notes, once, which names the script's objects have where its loop begins."""
+        if not self._names:
+            things = reached(self._state)
+            self._names = list(dict.fromkeys(one.name for one in things if one.is_own))
+            self._start |= {name: mark for name, (_, mark) in self._choices(things).items()}
 
     def changed(self, samples: int, batch: Any = None) -> Iterator[tuple[str, str, bool]]:
         """Yields (name, digest, whether ranks must agree on the value) of each iterator, and of each variable that has changed since the
@@ -142,12 +147,10 @@ class Variables:
         others = [
             name
             for name, (value, text) in now.items()
-            if text is not None
-            and (text != before[name] or text == _ITERATOR)
-            and not _is_running(value)
-            and (sort == CHOICE) == (_sort_of(text) == CHOICE)
+            if text is not None and (text != before[name] or text == _ITERATOR) and not _is_running(value)
         ]
-        return others + [name for name in before if name not in now and self._is_missing(name, kinds_before)]
+        missing = [name for name in before if name not in now and self._is_missing(name, kinds_before)]
+        return [name.removesuffix(_OBJECT) for name in [*others, *missing]]
 
     def _is_missing(self, name: str, of_another: set[str]) -> bool:
         """Returns whether a name is an attribute that an object lacks here, and that lasts for more than one call.
@@ -196,18 +199,19 @@ class Variables:
         return []
 
     def _choices(self, things: list[Reached]) -> dict[str, tuple[Same, Any]]:
-        """Returns name → (first name, mark) of each object that has several of the names in `_names`: a script may choose one of its
-        objects. A name that leads to several objects, in several functions, tells nothing."""
+        """Returns name and `_OBJECT` → (first name, mark) of each object that has several of the names in `_names`: a script may choose
+        one of its objects. An object is left out if a name leads to it and to others, in several functions."""
         shared = {value.of for _, value, *_ in things if type(value) is Same}
         objects: dict[str, set[int]] = {}
         for name, value, is_own, _ in things:
             identity = value.of if type(value) is Same else id(value)
             if is_own and identity in shared:
                 objects.setdefault(name, set()).add(identity)
-        chosen = {name: next(iter(objects[name])) for name in self._names if len(objects.get(name, ())) == 1}
-        first = {identity: name for name, identity in reversed(chosen.items())}
-        same = {name: Same(identity, first[identity]) for name, identity in chosen.items()}
-        return {name: (one, one.name) for name, one in same.items() if one.name != name}
+        unclear = {identity for identities in objects.values() if len(identities) > 1 for identity in identities}
+        of = {name: min(objects[name]) for name in self._names if name in objects and not objects[name] & unclear}
+        first = {identity: name for name, identity in reversed(of.items())}
+        same = {name: Same(identity, first[identity]) for name, identity in of.items() if first[identity] != name}
+        return {f"{name}{_OBJECT}": (one, one.name) for name, one in same.items()}
 
 
 def _marked(things: Iterable[Reached], held: set[int | None]) -> dict[str, tuple[Any, Any]]:

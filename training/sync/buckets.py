@@ -169,7 +169,7 @@ class Reducer:
             refuse_recording(parameter, f"{name} trains since this step only")
             self._group()
             if self.size > 1:  # another rank that does not will fail, and explain it (`describe_failed_collective`)
-                _get_default_store().set(stores.trained(dist.get_rank()), f"{next(_CHANGES)} {name}")
+                _get_default_store().set(stores.trained(dist.get_rank()), f"{next(_CHANGES)} {ascii(name)[1:-1][:200]}")
         self._begun = True
 
     @property
