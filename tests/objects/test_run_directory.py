@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -165,17 +166,19 @@ def test_what_cannot_be_fetched_is_one_line(server: int, proxy: Proxy, tmp_path:
     put(server, f"{name}/{head(server, name)['archive']}", b"of somebody else")
     nowhere = environment(free_port())
     anonymous = clean_env(AWS_REGION="us-east-1", AWS_METADATA_ENDPOINT=f"http://127.0.0.1:{free_port()}")
-    for variables, target, code, message in (
+    rows = (
         (env, "https://bucket/run", 2, "expected s3://BUCKET/PREFIX"),
         (env, "s3://bucket", 2, "expected s3://BUCKET/PREFIX"),
         (env, "s3://bucket/nothing", 2, "s3://bucket/nothing has no run"),
         (env, "s3://no-bucket/run", 69, "there is no such bucket"),
         (nowhere, f"s3://bucket/{name}", 69, f"s3://bucket/{name} cannot be read"),
         (anonymous, f"s3://bucket/{name}", 69, "latest/api/token"),
-    ):
-        done = lockstep(variables, tmp_path, "fetch", target, "x")
+    )
+    with ThreadPoolExecutor() as pool:  # two of them wait for a store that does not answer
+        results = list(pool.map(lambda row: lockstep(row[0], tmp_path, "fetch", row[1], "x"), rows))
+    for (_, target, code, message), done in zip(rows, results, strict=True):
         assert (done.code, len(done.output.splitlines())) == (code, 1) and message in done.output, (target, done.output)
-        assert not (tmp_path / "x").exists()
+    assert not (tmp_path / "x").exists()
     warned = lockstep(env, tmp_path, "fetch", f"s3://bucket/{name}", "x")
     assert warned.code == 0 and "what earlier attempts have written down is lost" in warned.output, warned.output
     there = lockstep(env, tmp_path, "fetch", f"s3://bucket/{name}", "a")
