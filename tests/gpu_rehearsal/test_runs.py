@@ -53,8 +53,8 @@ def test_a_float16_step_that_overflows_is_taken_again(
 def test_from_pinned_memory_come_the_same_samples(tmp_path: Path, data_root: Path, on_cpu: OnCpu, late: str) -> None:
     gang, actual = trained(tmp_path, data_root, data__resident="never", options={"STANDIN_LATE": late})
     assert differing(actual, on_cpu()) == []
-    for rank in gang.ranks:
-        copies = {what for part in ("step", "else") for what in rank.counts[part] if "batches.py" in what}
+    for rank in gang.ranks:  # outside of the steps an evaluation keeps the test images on the device
+        copies = {what for what in rank.counts["step"] if "batches.py" in what}
         assert copies == {"copy cpu->cuda pinned by data/batches.py:<lambda>"}
 
 
@@ -121,7 +121,7 @@ def test_the_others_continue_without_a_lost_rank(tmp_path: Path, data_root: Path
     launch = [PYTHON, "-m", "lockstep.training", "launch", "--live", "--ranks", "3", "--", PYTHON, *RANK, *words]
     result = run(launch, env, 150)
     assert result.code == 0, result.output
-    assert "2 ranks train on" in result.output
+    assert "Ranks that train now: 2" in result.output
     assert differing(saved(tmp_path / "run"), on_cpu(**changes)) == []
 
 
