@@ -158,15 +158,16 @@ _OPS = str(_TORCH / "_ops.py")
 """The file of torch between a functional collective and C++."""
 _OF_NCCL = re.compile(r"NCCL (communicator was aborted|operation timed out|Async Error)")
 """torch's message if the communicator was aborted before the collective (2.15), also in a plain `RuntimeError`."""
-_OF_GLOO = re.compile(r"\bgloo/\S+\] ")
-"""The beginning of gloo's messages if another rank did not come, or is gone, also in a process group of the script."""
+_OF_GLOO = re.compile(r"\bgloo/\S+\] |^Application timeout caused pair closure")
+"""The beginning of gloo's messages if another rank did not come, or is gone, also in a process group of the script. The second one has no
+file: it is that of a collective behind one that has timed out."""
 
 
 def is_collective(error: BaseException) -> bool:
     """Returns whether an error comes from a collective or the store, and not from this rank's own work: by its type and its place.
 
     torch has a type for its own errors and NCCL's. gloo raises a plain `RuntimeError`: in a call of torch.distributed, in a `wait()`, or
-    in a backward pass. Other errors occur there, too, but only gloo's names a file of its sources.
+    in a backward pass. Other errors occur there, too, but only gloo's have these texts (`_OF_GLOO`).
     """
     if type(error) is not RuntimeError:
         return isinstance(error, dist.DistError)
