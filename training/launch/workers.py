@@ -49,8 +49,6 @@ from .nodes import DesiredState, Meeting, NodeSlot, WorkerId, size
 
 _READ_BYTES = 1 << 20
 """Bytes of one read: a pipe holds no more, so one read empties it."""
-_LONGEST = float(1 << 30)
-"""Longest time of a timer, in seconds."""
 _WRITING = threading.Lock()
 """Held during a write to the output or the errors, which are often one file: a long text takes several system calls."""
 
@@ -299,14 +297,14 @@ class WorkerGroup:
         """Begins the grace period of the ranks, at the first signal."""
         if self.signalled is None:
             signal.signal(signal.SIGALRM, self._kill)
-            signal.setitimer(signal.ITIMER_REAL, min(self._look_for_grace(), _LONGEST))
+            signal.setitimer(signal.ITIMER_REAL, min(self._look_for_grace(), 1 << 30))  # a timer takes no longer time
         self.signalled = number
 
     def _look_for_grace(self) -> float:
         """Returns `grace`, which becomes that of the run here if this is longer and the flag does not say otherwise."""
-        folder = Path(os.environ[ENV_NOTE]).parent
-        shown = [seen(folder, worker.rank) for worker in self.workers.running]
         if self.args.grace is None:
+            folder = Path(os.environ[ENV_NOTE]).parent
+            shown = [seen(folder, worker.rank) for worker in self.workers.running]
             self.grace = max([self.grace, *(rank.about.grace for rank in shown if rank is not None)])
         return self.grace
 

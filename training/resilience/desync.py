@@ -257,7 +257,8 @@ def _missing(world: World) -> tuple[list[str], str]:
         if not reported:
             why = stores.said(launchers, ended, r"[ -~]+")
             missing.append(f"rank {rank} did not arrive{f': {why}' if why else ''}")
-            lost |= {rank} if why and "SIGABRT" not in why else set()
+            if why and "SIGABRT" not in why:
+                lost.add(rank)
     unlike = _trains_unlike(store, {*range(world.size)} - lost)
     stores.meet(store, "lockstep/failed/know", world.size - len(missing), RAISED_SECONDS, waits=world.leader)
     return missing, unlike

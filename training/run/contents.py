@@ -32,13 +32,13 @@ at each end of a list or dictionary."""
 PLAIN = (type(None), bool, int, complex, str, bytes)
 SEQUENCES = (list, tuple, deque)
 _SET_BY_TORCH = ("_zero_grad_profile_name", "_opt_called", "_step_count")
-OF_OPTIMIZER = {*torch.optim.Optimizer.__init__.__code__.co_names, *_SET_BY_TORCH, "step", "add_param_group", "sync"}
+_OF_OPTIMIZER = {*torch.optim.Optimizer.__init__.__code__.co_names, *_SET_BY_TORCH, "step", "add_param_group", "sync"}
 """Attributes of optimizers that belong to torch or Lockstep: names in the constructor, as a first optimizer imports torch's compiler."""
 _OF_DATA = (Dataset, Sampler, DataLoader)
 _HOLDERS = (argparse.Namespace, types.SimpleNamespace, functools.partial, types.MethodType, queue.Queue)
 """Types of Python whose contents a script sets."""
 _STATES = (int, float, str, tuple, torch.Tensor, np.ndarray)
-"""Types of attributes that `states_of` returns. A pass may fill a list or dictionary, for a plot or an extra loss."""
+"""Types of attributes that `_states_of` returns. A pass may fill a list or dictionary, for a plot or an extra loss."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks",
           "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # fmt: skip
 """Attributes of modules, parameters and optimizers with their hooks."""
@@ -75,14 +75,14 @@ def reached(state: TrainState | None) -> list[Reached]:
         (f"{name}.{key}", value)
         for name, optimizer in optimizers.items()
         for key, value in (vars(optimizer).items() if is_of_script(root_of(optimizer)) else ())
-        if key not in OF_OPTIMIZER
+        if key not in _OF_OPTIMIZER
     )
     with contextlib.suppress(Exception):  # a property, or a subclass of a tensor or a dictionary, may raise anything
-        return list(below([*named, *of_optimizers], [] if state is None else known(state)))
+        return list(_below([*named, *of_optimizers], [] if state is None else _known(state)))
     return []
 
 
-def known(state: TrainState) -> list[Any]:
+def _known(state: TrainState) -> list[Any]:
     """Returns the values that a checkpoint restores."""
     kept = state.user_state
     things = [*state.optimizers.items(), *kept.objects.items(), *kept.rank_objects.items()]
@@ -91,11 +91,11 @@ def known(state: TrainState) -> list[Any]:
         for name, thing in things
         if not isinstance(thing, torch.optim.lr_scheduler.LRScheduler)  # it has an optimizer that need not be kept
     ]
-    known = [*kept.generators.values(), *generators.of_process(state.world.device).values()]
-    return known + [value for _, value, *_ in below(inside, [])]
+    drawn = [*kept.generators.values(), *generators.of_process(state.world.device).values()]
+    return drawn + [value for _, value, *_ in _below(inside, [])]
 
 
-def below(named: Iterable[tuple[str, Any]], known: list[Any]) -> Iterator[Reached]:
+def _below(named: Iterable[tuple[str, Any]], known: list[Any]) -> Iterator[Reached]:
     """Yields these values, and the attributes and items below them, without the known ones."""
     waiting = deque((Reached(name, value, True, False), LEVELS) for name, value in named)
     seen: dict[int, Any] = {id(value): value for value in known}
@@ -114,9 +114,10 @@ def below(named: Iterable[tuple[str, Any]], known: list[Any]) -> Iterator[Reache
         if id(value) in seen or kind.__module__.startswith("lockstep."):
             if is_own and id(value) in seen:  # several variables may have one function, list or object
                 is_value = issubclass(kind, (dict, set, frozenset, np.ndarray, *SEQUENCES))
-                if kind_of(value) is not None or (is_value and id(value) not in restored):
+                about = kind_of(value)
+                if about is not None or (is_value and id(value) not in restored):
                     yield one
-                if not is_value and (kind_of(value) is None or issubclass(kind, nn.Module)):
+                if not is_value and (about is None or issubclass(kind, nn.Module)):
                     yield one._replace(value=Same(id(value)))
             if kind.__name__ == "Session" and left:
                 waiting.append((Reached(f"{name}.config", getattr(value, "config", None), True, False), left - 1))
@@ -186,23 +187,23 @@ def in_models(state: TrainState) -> Iterator[Reached]:
     """Yields the state in plain attributes of modules, their parameters and hooks, and of optimizers: numbers, texts, tensors, arrays and
     objects of the script, and what is below these. An attribute that each pass sets before it reads it, such as the last activations,
     is no state."""
-    named = [(plain_name(state.model, name.lstrip(".")), value) for name, value in in_modules(state.model)]
+    named = [(plain_name(state.model, name.lstrip(".")), value) for name, value in _in_modules(state.model)]
     for name, optimizer in state.optimizers.items():
-        named += states_of(name, optimizer, OF_OPTIMIZER)
+        named += _states_of(name, optimizer, _OF_OPTIMIZER)
     kept = [*state.user_state.objects.values(), *state.user_state.rank_objects.values()]
-    yield from below([(f"attribute {name}", value) for name, value in named], kept)
+    yield from _below([(f"attribute {name}", value) for name, value in named], kept)
 
 
-def in_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def _in_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for path, module in model.named_modules():
-        yield from states_of(path, module, OF_TORCH)
+        yield from _states_of(path, module, OF_TORCH)
         for key, parameter in module._parameters.items():
-            yield from [] if parameter is None else states_of(f"{path}.{key}", parameter)
+            yield from [] if parameter is None else _states_of(f"{path}.{key}", parameter)
         for hook in _hooks_of(module):
             holder = hook.__self__ if issubclass(type(hook), types.MethodType) else hook
             code = code_of(hook) or code_of(type(hook).__call__)
             if code is not None and returns(code):  # another one collects
-                yield from states_of(f"{path}.{type(holder).__name__}", holder, OF_TORCH)
+                yield from _states_of(f"{path}.{type(holder).__name__}", holder, OF_TORCH)
                 inside = dict(_inside(path, hook)) if type(hook) is types.FunctionType else {}
                 yield from ((f"{path}.{name}", inside[f"{path}.{name}"]) for name in code.co_freevars
                             if f"{path}.{name}" in inside and reads(code, name, uses=True))  # fmt: skip
@@ -229,7 +230,7 @@ def built(state: TrainState) -> Iterator[Reached]:
         yield Reached(f"{name} (class, functions or hooks)", Kind(text), True, False)
 
 
-def states_of(path: str, holder: Any, without: Collection[str] = ()) -> list[tuple[str, Any]]:
+def _states_of(path: str, holder: Any, without: Collection[str] = ()) -> list[tuple[str, Any]]:
     """Returns the attributes of a module, a parameter, a hook or an optimizer that may be a state."""
     kind: Any = type(holder)
     without = {*without, *set_anew(kind)}

@@ -39,7 +39,7 @@ class Loop:
         self.run, self.attempt = run, Attempt(run)
         self.step = Step(run, self.attempt, replica)
         self._tells_resumed = run.resumed
-        """Whether the run resumes, and nothing has said so yet."""
+        """Whether the run resumes, and no line has reported it yet."""
         self.epochs_planned: int | None = None
         self.steps_planned: int | None = None
         """The arguments of `epochs`; both None: the script has not called `epochs`."""

@@ -83,17 +83,15 @@ class Unsaved:
         """Runs the checks of a save, and warns. Collective."""
         state, world = self._run.state, self._run.world
         self.looks += 1
-        outside: list[str] = []
         if self.looks & (self.looks - 1) == 0:
             things = reached(state)
-            outside += [*trained_outside(state, things), *temporary(things, self._run.path, self._began)]
-            outside += [_moves(name, value) for name, value in self._variables.moving()]
-        sentences = {sentence: sentence for sentence in outside}
+            outside = [*trained_outside(state, things), *temporary(things, self._run.path, self._began)]
+            for sentence in (*outside, *(_moves(name, value) for name, value in self._variables.moving())):
+                self._run.warn(sentence)
         if world.size > 1 and not is_same_on_all_ranks(mine := self._alike(), world):
-            sentences |= unequal(all_gather_trees(mine, world))
+            for about, sentence in unequal(all_gather_trees(mine, world)).items():
+                self._run.warn(sentence, about)
         self.logged.clear()
-        for about, sentence in sentences.items():
-            self._run.warn(sentence, about)
 
     def note_variables(self) -> None:
         """Notes the script's variables and its last batch for a checkpoint, or for a replacement rank that joins."""
