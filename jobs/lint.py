@@ -181,7 +181,7 @@ def shards_mounted(subject: Subject) -> Iterator[str]:
 def live(subject: Subject) -> Iterator[str]:
     """Ranks continue without a lost one under `exact` alone."""
     spec = subject.spec
-    if spec.live and spec.config is not None and spec.config.sync.name != "exact":
+    if spec.live and spec.config is not None and not spec.config.exact:
         yield f"live needs sync.name exact, and the recipe has {spec.config.sync.name}: set it in overrides, or remove live"
 
 

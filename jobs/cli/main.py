@@ -78,7 +78,7 @@ def run(
         from lockstep.training import config as configuration
 
         config = configuration.load(recipe, settings)  # a typing error costs no start-up
-        if live and config.sync.name != "exact":
+        if live and not config.exact:
             raise UserError(f"--live needs --set sync.name=exact, and the recipe has {config.sync.name}")
         words += ["--run-dir", str(run_dir)] if run_dir else []
         words += ["--fresh"] if fresh else []
