@@ -319,7 +319,7 @@ class Attempt:
             if run.directory is not None:
                 run.directory.status(None, "running", done)
         if done % run.config.log.every == 0 or done in (1, run.console.planned):
-            self.reading.start(state.losses, run.user_state.measured, grad_norm, step=done, lr=lr)
+            self.reading.start(state.losses, run.user_state.measured, grad_norm, step=done, lr=lr, times=self.times)
         self.tell_readings()
         interval = run.config.log.weights_every
         if interval and done % interval == 0 and (run.world.leader or run.world.live is not None):
@@ -398,7 +398,7 @@ class Attempt:
             for name in values.keys() - {"train_loss"}:
                 if name.startswith("train_") and values[name] is not None:
                     self.run.metrics.set("logged", values[name], name)
-            times = {name: round(value, 6) for name, value in self.times.items()}
+            times = {name: round(value, 6) for name, value in values.pop("times").items()}
             self.run.event("step", **values, **times)
 
     def epoch_means(self) -> dict[str, float | None]:
