@@ -306,8 +306,7 @@ class Attempt:
         if self._steps == 1 and run.world.live is not None:  # it has shown by now that it computes what the others do
             run.world.live.ready()
         measured = state.clock.measured()
-        if measured:
-            self.times = measured[-1]
+        self.times = measured[-1] if measured else self.times
         self.progress.alive(done, self._steps)
         self.slow.step_done(done - state.clock.behind, measured)
         run.goodput.step_done(done, measured)

@@ -12,7 +12,7 @@ import re
 import sys
 import types
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from torch import nn
@@ -72,22 +72,32 @@ def unwrapped(value: Any) -> Any:
     return value
 
 
-def frames() -> Iterator[dict[str, Any]]:
-    """Yields the variables of the running functions, innermost first, without ours."""
+def running() -> Iterator[types.FrameType]:
+    """Yields the frames of the running functions, innermost first, without ours and those of Python."""
     frame = sys._getframe().f_back
     while frame is not None:
         root = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         is_python = root in sys.stdlib_module_names and root != "__main__"  # such as `runpy`, or a debugger
         if root != "lockstep" and not is_python:
-            values = frame.f_locals
-            yield {**values}
-            yield {**frame.f_globals}
-            # Before Python 3.13 a function's frame keeps this copy of its variables, and with it all that they name. A third reference
-            # is the script's own, from `locals()`.
-            is_copy = type(values) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.gettrace() is None
-            if is_copy and sys.getrefcount(values) <= 3:
-                values.clear()
+            yield frame
         frame = frame.f_back
+
+
+def spaces(of: Collection[types.CodeType] = ()) -> Iterator[dict[str, Any]]:
+    """Yields the variables of the running functions, innermost first.
+
+    Args:
+        of: the functions; (): all.
+    """
+    for frame in (one for one in running() if not of or one.f_code in of):
+        values = frame.f_locals
+        yield {**values}
+        yield {**frame.f_globals}
+        # Before Python 3.13 a function's frame keeps this copy of its variables, and with it all that they name. A third reference is the
+        # script's own, from `locals()`.
+        is_copy = type(values) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.gettrace() is None
+        if is_copy and sys.getrefcount(values) <= 3:
+            values.clear()
 
 
 def variables_of(function: Any) -> list[Any]:

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from .. import generators
 from ..checkpoint.state import TrainState
 from ..parallel.names import plain, plain_name
-from .bytecode import Kind, code_of, frames, has_no_parameter, innermost, kind_of, reads, returns, set_anew, unwrapped
+from .bytecode import Kind, code_of, has_no_parameter, innermost, kind_of, reads, returns, set_anew, spaces, unwrapped
 from .proof import OF_TORCH
 from .undo import codes_of, is_of_script, root_of
 
@@ -65,11 +65,15 @@ class Reached(NamedTuple):
     """Whether the value is an item of a list or dictionary that the script names, which is compared as a whole."""
 
 
-def reached(state: TrainState | None) -> list[Reached]:
+def reached(state: TrainState | None, of: Collection[types.CodeType] = ()) -> list[Reached]:
     """Returns the values of the running functions' variables, with the attributes and items below them. Leaves out the content of kept
     objects, since a state may consist of copies, and the generators of the process. Returns nothing if an object of the script raises,
-    since all this only serves warnings."""
-    named = ((name, value) for names in frames() for name, value in names.items() if name != "_" and name[:2] != "__")
+    since all this only serves warnings.
+
+    Args:
+        of: the functions; (): all.
+    """
+    named = ((name, value) for names in spaces(of) for name, value in names.items() if name != "_" and name[:2] != "__")
     optimizers = {} if state is None else state.optimizers
     of_optimizers = (
         (f"{name}.{key}", value)

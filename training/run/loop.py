@@ -314,7 +314,6 @@ class Loop:
                 yield item
                 clock.between()
                 step.end_batch()
-                self.attempt.unsaved.compare_kinds()
                 if run.user_state.steps == before:
                     self._skipped += 1
                     self.attempt.desync.sync_point(Place.SKIPPED)

@@ -543,7 +543,7 @@ class Step:
     def _check_use(self, part: Part | None, samples: int) -> None:
         """Warns if all ranks use all of the same batch, or of hooks at the start and after a save. Raises as `check_lengths` and
         `Replica.check_groups`."""
-        self.attempt.unsaved.compare_choices()
+        self.attempt.unsaved.compare_kinds()
         self.current.check_lengths()
         self.replica.check_groups()
         if not self.pending and self.attempt.after_save and (self._cuts or not self.replica.sync.is_replicated):

@@ -32,7 +32,7 @@ from .contents import Reached, reached
 from .proof import text_of
 from .replica import tables_of
 from .run import Run
-from .variables import CHOICE, KIND, LIST, Variables, beginning, counting, tables
+from .variables import LIST, Variables, beginning, counting, tables
 
 T = TypeVar("T")
 SCORES = ("accuracy", "loss")
@@ -70,8 +70,8 @@ class Unsaved:
         """Digest of the first batch of an epoch of `run.batches`."""
         self.given: Any = None
         """The batch that the script has."""
-        self._before = dict.fromkeys((CHOICE, KIND), run.user_state.variables) if run.resumed else {}
-        """Sort of functions, classes and objects that are still to be compared → digests in the checkpoint."""
+        self._before = run.user_state.variables if run.resumed else {}
+        """The digests in the checkpoint, until `compare_kinds`."""
         self._moved: dict[str, str] = {}
         """Variable that this rank has changed, and that ranks must agree on, from `note_variables` to the next look → digest."""
         self.is_uneven = False
@@ -156,14 +156,11 @@ class Unsaved:
                 )
         self._resuming -= {"epochs", "batches"} if compares else {over}
 
-    def compare_choices(self) -> None:
-        """Warns once of chosen objects that differ from the save. In a step: a script may choose from the epoch or from `run.steps`."""
-        self._warn_of(self._variables.differing(self._before.pop(CHOICE, {}), CHOICE))
-
     def compare_kinds(self) -> None:
-        """Warns once of functions, classes and hooks that differ from the save. After a batch: within a step the script may be in another
-        function, whose variables have the same names."""
-        self._warn_of(self._variables.differing(self._before.pop(KIND, {}), KIND))
+        """Warns once of functions, classes, hooks and chosen objects that differ from the save. In a step: a script may choose them by the
+        epoch or from `run.steps`."""
+        before, self._before = self._before, {}
+        self._warn_of(self._variables.differing(before, of_kind=True))
 
     def _warn_of(self, names: list[str]) -> None:
         if names:

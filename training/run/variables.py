@@ -41,6 +41,7 @@ from .bytecode import (
     kind_of,
     reads,
     returns,
+    running,
     set_anew,
 )
 from .contents import DEPTH, ITEMS, PLAIN, SEQUENCES, Reached, Same, built, in_models, reached
@@ -56,9 +57,8 @@ _SAMPLE = 1 << 16
 _BYTES = (bytearray, array.array, ctypes._SimpleCData, ctypes.Array, io.BytesIO)
 _COUNTING = (enumerate, zip, map, itertools.islice)
 KIND = "kind "
-"""The beginning of the digest of something that has no state: a function, a class, or a module without numbers."""
-CHOICE = f"{KIND}of "
-"""The beginning of the digest of an object that has several names: the first of these follows (`Variables._choices`)."""
+"""The beginning of the digest of something that has no state: a function, a class, or a module without numbers; or of an object that has
+several names, of which the first one follows (`Variables._choices`)."""
 _OBJECT = " (object)"
 """The end of the name under which the choice of an object is compared: beside its kind."""
 _ITERATOR = "an iterator"
@@ -82,6 +82,8 @@ class Variables:
         self._state = state
         self._kinds = dict[str, type[Any]]()
         """Name → class of the object, such as a loss function."""
+        self._functions = set[types.CodeType]()
+        """The functions that run where a loop begins. Variables of others, such as an evaluation, last for one call."""
         self._names: list[str] = []
         """The names of the script's values where the loop begins, in their order (`begin`)."""
         self._start = {name: mark for name, _, mark in self._marks(_held(state))}
@@ -89,9 +91,10 @@ class Variables:
         """Marks of attributes of models and optimizers at the first save. A first pass may set some, such as the longest sequence."""
 
     def begin(self) -> None:
-        """Notes, once, which names the script's objects have where its loop begins."""
+        """Notes the functions where a loop begins, and, once, which names the script's objects have there."""
+        self._functions |= {frame.f_code for frame in running()}
         if not self._names:
-            things = reached(self._state)
+            things = reached(self._state, self._functions)
             self._names = list(dict.fromkeys(one.name for one in things if one.is_own))
             self._start |= {name: mark for name, (_, mark) in self._choices(things).items()}
 
@@ -129,16 +132,16 @@ class Variables:
         through = reads(code, holder, uses=True) and any(reads(one, f".{attribute}") for one in called)
         return through or reads(code, name) or (code in methods.values() and reads(code, f".{attribute}"))
 
-    def differing(self, before: dict[str, str], sort: str = "") -> list[str]:
+    def differing(self, before: dict[str, str], of_kind: bool = False) -> list[str]:
         """Returns the names of variables that have another value than in these digests of a checkpoint, and of attributes that objects do
         not have yet.
 
         Args:
-            sort: `KIND`: compares those that were functions, classes, modules without numbers, or hooks; `CHOICE`: objects with several
-                names; "": the others.
+            of_kind: compares those that were functions, classes, modules without numbers, hooks, or objects with several names; else
+                the others.
         """
         kinds_before = {name for name, text in before.items() if text.startswith(KIND)}
-        before = {name: text for name, text in before.items() if _sort_of(text) == sort}
+        before = {name: text for name, text in before.items() if text.startswith(KIND) is of_kind}
         if not before:
             return []
         held = _held(self._state)
@@ -185,7 +188,7 @@ class Variables:
         Args:
             held: the tensors and generators that a checkpoint holds (`_held`).
         """
-        things = reached(self._state)
+        things = reached(self._state, self._functions)
         with contextlib.suppress(Exception):  # as in `reached`
             things += built(self._state)
         self._kinds = {name: type(value) for name, value, *_ in things if type(value) is not Same}
@@ -414,17 +417,13 @@ def _contents(value: Any) -> Any:
 
 def _digest(value: Any, held: set[int | None]) -> str | None:
     if type(value) is Same:
-        return f"{CHOICE}{value.name}"
+        return f"{KIND}of {value.name}"
     plain = None
     with contextlib.suppress(Exception):  # an object of the script may raise anything
         plain = _print(value, held, _contents)
     if plain in (None, _ITERATOR):
         return plain
     return (KIND if _is_kind(plain) else "") + str(zlib.crc32(repr(plain).encode()))
-
-
-def _sort_of(text: str) -> str:
-    return next((sort for sort in (CHOICE, KIND) if text.startswith(sort)), "")
 
 
 def _is_kind(plain: Any) -> bool:

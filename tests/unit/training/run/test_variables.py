@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.training.run.bytecode import frames
+from lockstep.training.run.bytecode import spaces
 from lockstep.training.run.variables import _contents, _print
 
 NUMBERS = list(range(100_000))
@@ -56,7 +56,7 @@ def test_a_look_keeps_no_variable_and_empties_no_dictionary() -> None:
         mine = locals() if with_locals else {"with_locals": False}
         big = torch.zeros(1)
         alive = weakref.ref(big)
-        looks = [*frames()]
+        looks = [*spaces()]
         assert "big" in looks[0]
         del big, looks
         assert mine["with_locals"] is with_locals and (with_locals or alive() is None)
