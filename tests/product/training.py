@@ -183,6 +183,11 @@ def hold_signals_for(seconds: float) -> None:
     Inside("wire.signals").HOLD_SECONDS = seconds
 
 
+def a_signal_is_held() -> bool:
+    """Returns whether this rank holds a signal for its `Session`."""
+    return bool(Inside("wire.signals")._came)
+
+
 def signals_are_noted() -> bool:
     """Returns whether each run in this process has received a signal."""
     kind = Inside("training.resilience.preempt").Signals
