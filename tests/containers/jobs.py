@@ -28,7 +28,7 @@ class Jobs:
         name = f"{name}-{self.suffix}"
         self.names.add(name)
         values = {
-            "name": name, "image": self.image, "nodes": 2, "ranks_per_node": 2, "max_restarts": 2, "memory": "2Gi",
+            "name": name, "image": self.image, "nodes": 2, "ranks_per_node": 1, "max_restarts": 2, "memory": "2Gi",
             "shm": "128Mi", "grace_seconds": 20, "volumes": [{"claim": self.bench.claim, "path": "/runs"}],
         }  # fmt: skip
         return JobSpec.of({**values, **more})
