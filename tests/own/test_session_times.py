@@ -46,6 +46,7 @@ def test_two_updates_of_a_batch_count_its_time_once_and_its_samples_in_each(tmp_
     for rank in (0, 1):
         text = (tmp_path / f"run/metrics/rank-{rank:05d}.prom").read_text()
         assert re.findall(r"training_samples_total\{[^}]*\} (\S+)", text) == ["64.0"], text
+        assert re.findall(r"training_learning_rate\{[^}]*\} (\S+)", text) == ["0.1"], text
         assert re.findall(r"training_steps_planned\{[^}]*\} (\S+)", text) == ["16.0"], text
 
 

@@ -1,7 +1,7 @@
 """The metrics of a rank for Prometheus: the table of all of them, the calls by which the training sets their values, and their outputs.
 
     metrics = Metrics("cifar", 0, device)
-    metrics.step_done(step, measured, lr, samples, bytes_sent)
+    metrics.step_done(step, measured, samples, bytes_sent)
     metrics.text()                      # b"# HELP training_step …".
 
 Every series has the labels `run` and `rank`, so that the same queries work however Prometheus discovers the rank. A label
@@ -76,7 +76,7 @@ TABLE: dict[str, Spec] = {
     "finished": Spec("gauge", "1 once this attempt has ended, however it ended."),
     "loss": Spec("gauge", "Mean training loss of all ranks' samples between the last two readings.", since="later"),
     "grad_norm": Spec("gauge", "L2 norm of the gradient of the global batch, before clipping, at the last reading.", since="later"),
-    "learning_rate": Spec("gauge", "Learning rate of the last step."),
+    "learning_rate": Spec("gauge", "Learning rate of the last logged step."),
     "logged": Spec("gauge", "A number that a loop of one's own has logged last.", {"name": ()}, since="later"),
     "samples_total": Spec("counter", "Samples this rank has trained on in this attempt."),
     "sync_bytes_total": Spec("counter", "Bytes of gradient this rank has handed to collectives in this attempt."),
@@ -141,9 +141,7 @@ class Metrics:
         now = time.time()
         self.set("start_timestamp_seconds", now)
         self.set("last_step_timestamp_seconds", now)
-        self._step, self._stamp, self._lr = (
-            self._series(name) for name in ("step", "last_step_timestamp_seconds", "learning_rate")
-        )
+        self._step, self._stamp = (self._series(name) for name in ("step", "last_step_timestamp_seconds"))
         self._samples, self._bytes = self._series("samples_total"), self._series("sync_bytes_total")
         self._phases = [
             (phase, self._series(f"{phase}_seconds"))
@@ -174,7 +172,7 @@ class Metrics:
         """Records a sign of life: the rank has ended a step, or a batch of the evaluation."""
         self.alive_at = time.monotonic()
 
-    def step_done(self, step: int, measured: list[Times], lr: float, samples: int, bytes_sent: int) -> None:
+    def step_done(self, step: int, measured: list[Times], samples: int, bytes_sent: int) -> None:
         """Records a step of the run that is done.
 
         Args:
@@ -187,7 +185,6 @@ class Metrics:
                 histogram.observe(times[phase])
         self._step.set(step)
         self._stamp.set(time.time())
-        self._lr.set(lr)
         self._samples.inc(samples)
         self._bytes.inc(bytes_sent - self._sync_bytes)
         self._sync_bytes = bytes_sent

@@ -285,11 +285,11 @@ class Attempt:
                 f"{self.nonfinite_steps} steps in a row were left out (nonfinite_limit), the last one at {reason}",
             )
 
-    def step_done(self, lr: float, samples: int, grad_norm: torch.Tensor | None) -> None:
+    def step_done(self, lr: float | torch.Tensor, samples: int, grad_norm: torch.Tensor | None) -> None:
         """Reports a step that the run has counted. Does not wait for the device. Raises `Ended` if replicas differ.
 
         Args:
-            lr: the learning rate of the first optimizer; 0: it has none.
+            lr: the learning rate of the first optimizer; 0: it has none. A tensor is read at the steps that are logged.
             samples: samples of this rank's part.
             grad_norm: the gradient's norm, a scalar on the device; None: not computed.
         """
@@ -311,14 +311,16 @@ class Attempt:
         self.slow.step_done(done - state.clock.behind, measured)
         run.goodput.step_done(done, measured)
         if run.config.metrics.enabled:
-            run.metrics.step_done(done, measured, lr, samples, state.sync.bytes_sent)
+            run.metrics.step_done(done, measured, samples, state.sync.bytes_sent)
         if time.monotonic() - self._told > STATUS_SECONDS:
             self._told = time.monotonic()
             run.console.progress()
             if run.directory is not None:
                 run.directory.status(None, "running", done)
         if done % run.config.log.every == 0 or done in (1, run.console.planned):
-            self.reading.start(state.losses, run.user_state.measured, grad_norm, step=done, lr=lr, times=self.times)
+            self.reading.start(
+                state.losses, run.user_state.measured, grad_norm, step=done, lr=float(lr), times=self.times
+            )
         self.tell_readings()
         interval = run.config.log.weights_every
         if interval and done % interval == 0 and (run.world.leader or run.world.live is not None):
@@ -391,6 +393,7 @@ class Attempt:
     def tell_readings(self, wait: bool = False) -> None:
         """Writes an event `step` for each reading that has arrived; with `wait`, for all. All ranks pass the same `wait`."""
         for values in self.reading.poll(wait):
+            self.run.metrics.set("learning_rate", values["lr"])
             for name, key in (("loss", "train_loss"), ("grad_norm", "grad_norm")):
                 if None not in (values["train_loss"], values[key]):
                     self.run.metrics.set(name, values[key])

@@ -525,7 +525,7 @@ class Step:
         self._total = None
         self._count()
         lr = next(iter(self.replica.optimizers.values())).param_groups[0].get("lr", 0.0)
-        self.attempt.step_done(float(lr), samples, norm)
+        self.attempt.step_done(lr, samples, norm)
 
     def _divide(self, inputs: StepInput) -> None:
         """Sets `_total`, and divides the summed gradients by it, unless `backward` could. Collective unless the samples of all ranks are

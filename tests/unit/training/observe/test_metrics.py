@@ -33,7 +33,7 @@ def _filled() -> Metrics:
     metrics.set("steps_planned", 24)
     metrics.count("preemptions_total")
     for number, measured, sent in ((12, [TIMES, TIMES], 1000), (13, [], 1500)):
-        metrics.step_done(number, measured, lr=0.1, samples=64, bytes_sent=sent)
+        metrics.step_done(number, measured, samples=64, bytes_sent=sent)
     metrics.set("loss", 1.5)
     metrics.set("grad_norm", 2.5)
     metrics.count("nonfinite_steps_total")
