@@ -12,7 +12,7 @@ from tests.own.job import script
 pytestmark = pytest.mark.promise("session-resume")
 
 CODE = """
-import argparse, functools, io, itertools, multiprocessing, os, random, sys, time, types, numpy as np, torch
+import argparse, copy, functools, io, itertools, multiprocessing, os, random, sys, time, types, numpy as np, torch
 from lockstep import Session
 sys.path.insert(0, sys.argv[1])
 import helper_of_a_script as helper
@@ -49,10 +49,16 @@ class Late:
     def add(self):
         self.mean = getattr(self, "mean", 0.0) + 1.0
         self.last = 2.0
+def rough(optimizer):
+    t, gen = 0, random.Random(4)
+    def hook(*_):
+        nonlocal t
+        optimizer.param_groups[0]["lr"], t = 0.1 * gen.random() / (1 + t), t + 1
+    optimizer.register_step_pre_hook(hook)
 class Net(torch.nn.Linear):
-    last = None
+    last, scale = None, 1.0
     def forward(self, x):
-        y = super().forward(x)
+        y = super().forward(x) * self.scale
         self.last = y.detach()
         return y
 def train(kind, run, steps):
@@ -62,7 +68,9 @@ def train(kind, run, steps):
     optimizer.slow, optimizer._copy, loss = [torch.zeros(4)], torch.zeros(4), Loss()
     args = argparse.Namespace(tau=1.0, file=open(helper.__file__, "rb"))
     torchs, curve = torch.nn.HuberLoss(delta=1.0), np.poly1d([1.0, 2.0])
-    shared = multiprocessing.Value("d", 0.0)
+    shared, ema, net.scale = multiprocessing.Value("d", 0.0), copy.deepcopy(net).requires_grad_(False), 1.0
+    if kind == "drawn":
+        rough(optimizer)
     subset, held, part, late = torch.utils.data.Subset(data, [0, 1]), Meter().add, functools.partial(move, {"tau": 1.0}), Late()
     streams = {"web": itertools.cycle([1, 2])} if kind == "called" else {}
     deep = types.SimpleNamespace(a=types.SimpleNamespace(b=[types.SimpleNamespace(c=types.SimpleNamespace(d=1.0))]))
@@ -115,6 +123,7 @@ def train(kind, run, steps):
                 random.shuffle(order)
             elif kind == "tensors":
                 average = 0.9 * average + x.mean(0)
+                ema.weight.data.lerp_(net.weight.data, 0.1)
                 slow = [p.detach().clone() if slow is None else s.lerp(p.detach(), 0.1) for s, p in zip(slow or order, net.parameters())]
                 weights = {name: p.detach().clone() for name, p in net.named_parameters()}
             elif kind == "drawn":
@@ -131,19 +140,21 @@ def train(kind, run, steps):
                 clock, run.values["tries"] = time.time(), run.values.get("tries", 0) + 1
                 tries = run.values["tries"]
                 network = run.for_evaluation()
+        net.scale += float(kind == "grown")
 for word in sys.argv[2:]:
     os.environ["RANK"] == "0" and print("KIND", file=sys.stderr)
     with Session(f"{sys.argv[1]}/{word.rpartition(':')[0]}", sync="flat", config={"rate": 1.0}) as run:
         train(word.split(":")[0], run, int(word.split(":")[2]))
 """
 NAMED = {
-    "count": {"count", "best"}, "lists": {"history", "order"}, "tensors": {"average", "slow", "weights"}, "hard": {"hard"},
+    "count": {"count", "best"}, "lists": {"history", "order"}, "tensors": {"average", "slow", "weights", "ema"}, "hard": {"hard"},
     "objects": {"meter.total", "Meter.shown", "augment.calls", "augment.memory", "slots.n", "COUNTS", "meter.shown", "held.__self__.shown",
                 "loss.gamma", "optimizer.slow"},
     "held": {"args.tau", "torchs.delta", "deep.a.b[0].c.d", "shared._obj", "curve.coeffs", "subset.indices"},
     "called": {"held.__self__.total", "part.args", "late.mean", "shrink.calls", "helper._temperature",
                "helper_of_a_script._temperature", "streams['web']", "optimizer._copy", "run.config"}, "anchor": {"anchor"},
-    "drawn": {"noise", "other", "reader", "rows"}, "files": {"box", "text"}, "epochs": {"enumerate"},
+    "drawn": {"noise", "other", "reader", "rows", "attribute optimizer.gen", "attribute optimizer.t"}, "grown": {"attribute scale"},
+    "files": {"box", "text"}, "epochs": {"enumerate"},
     "swapped": {"model (class, functions or hooks)", "module act (class, functions or hooks)", "meter.transform", "criterion", "tuned"},
     "chosen": {"pool", "active", "stats", "draw", "alone", "critic"}, "enumerate": {"enumerate"}, "zip": {"zip"}, "calm": set(),
 }  # fmt: skip
@@ -155,19 +166,24 @@ def temperature():
     global _temperature
     _temperature *= 0.9
 """
-PLANS = {"middle": (5, 10), "end": (8, 12)}
-"""Position of the save in an epoch of 8 steps → planned steps of the first and the second start."""
+PLANS = {"middle": (5, 10), "end": (8, 12), "later": (13, 18)}
+"""Position of the save in epochs of 8 steps → planned steps of the first and the second start."""
+ONLY = {"hard": "middle", "enumerate": "middle", "zip": "middle", "grown": "later"}
+"""Kind → the one position that it is saved at."""
 
 
 def test_a_start_that_resumes_names_the_variables_that_do_not(tmp_path: Path) -> None:
-    """Each of these has another value than at the save, in the middle of an epoch or at its end: counters, lists, averages, objects, copies
-    of the weights, also in a file in memory, generators, iterators, the position in a file, functions, classes and hooks, lists and objects
-    that the loop chooses, what an epoch computes from the weights, and what objects of Python, torch and numpy hold. Batches, the time, the
-    last activation, a model for evaluation, an iterator that has ended, or has not begun, what each epoch sets, and what the script
-    restores itself are not named."""
+    """Each of these has another value than at the save, in the middle of an epoch or at its end: counters, lists, averages, objects,
+    copies of the weights, also in a file in memory, generators, iterators, the position in a file, functions, classes and hooks, lists
+    and objects that the loop chooses, what an epoch computes from the weights, the model's attributes, and what objects of Python, torch
+    and numpy hold. Batches, the time, the last activation, a model for evaluation, an iterator that has ended, or has not begun, what
+    each epoch sets, and what the script restores itself are not named."""
     (tmp_path / "helper_of_a_script.py").write_text(HELPER)
     runs = [
-        (kind, plan) for plan in PLANS for kind in NAMED if plan == "middle" or kind not in ("hard", "enumerate", "zip")
+        (kind, plan)
+        for plan in PLANS
+        for kind in NAMED
+        if (plan == ONLY[kind] if kind in ONLY else plan in ("middle", "end"))
     ]
     first, second = (
         script(2, CODE, tmp_path, *(f"{kind}:{plan}:{PLANS[plan][start]}" for kind, plan in runs)) for start in (0, 1)
@@ -234,6 +250,8 @@ for kind in sys.argv[3:]:
     with Session(f"{sys.argv[1]}/{kind}", sync="flat") as run:
         model = run.replicate(net)
         run.optimizer(Rough)
+        run.keep(first=torch.nn.Linear(1, 1))
+        late = torch.zeros(4)
         def loss(x, y):
             global total
             total += 1.0 + run.rank
@@ -241,13 +259,14 @@ for kind in sys.argv[3:]:
             meter.update(x)
             features["x"], seen = x.detach(), accuracy(x)
             assert len(features["x"]) == len(x) and seen
-            values = shift(model(moments.normalize((x - center) @ table) * level + bank["a"]))
+            values = shift(model(moments.normalize((x - center - late) @ table) * level + bank["a"]))
             return F.cross_entropy(values, y), {"right": (values.argmax(1) == y).sum(), "few": x.new_tensor(seconds := 0.0)}
         for epoch in run.epochs(steps=int(sys.argv[2])):
             data = Own()
             loader = DataLoader(data, 8, num_workers=1, sampler=DistributedSampler(data, run.size, run.rank, shuffle=False))
             for x, y in run.iterate(loader) if kind == "loader" else run.batches(data, 16):
                 if kind == "center":
+                    late += x.mean(0)
                     level, bank["a"] = level + run.rank, bank["a"] + 1.0 + run.rank
                     moments.update(x)
                     right, seconds = right + 1.0 + run.rank, 1.0 + run.rank  # the function has a key and a variable of these names
@@ -260,8 +279,8 @@ OF_RANKS = ["rank 1 has other values of the variable table and 2 more than rank 
 OF_STARTS = ["the start before had other values of the variable table and 3 more"]
 MOVED = [
     f"the variable {name} differs between rank 1 and rank 0, and the function of run.step() reads it"
-    for name in ("center", "bank", "shift.by", "moments.mean", "level")
-]
+    for name in ("center", "bank", "shift.by", "moments.mean", "level", "late")
+] + ["late changes in place, and no checkpoint has it"]
 READ = ["a sample of the dataset differs between two reads"]
 
 

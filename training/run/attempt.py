@@ -303,6 +303,8 @@ class Attempt:
                 "The model trains in evaluation mode, as the script has set it: no dropout, fixed batch statistics"
             )
         done = run.user_state.steps
+        if self._steps == 1:
+            self.unsaved.note_models()
         if self._steps == 1 and run.world.live is not None:  # it has shown by now that it computes what the others do
             run.world.live.ready()
         measured = state.clock.measured()

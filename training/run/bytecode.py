@@ -131,6 +131,13 @@ def reads(code: types.CodeType | None, name: str, uses: bool = False) -> bool:
     return has_first and {f".{one}" for one in attributes} <= read and not stored & {first, *attributes}
 
 
+def updates(code: types.CodeType | None, name: str) -> bool:
+    """Returns whether the code sets a variable outside it from itself, as a counter, and uses it elsewhere."""
+    ends = [end for loaded, end in _statements(code) if name in loaded]
+    sets = [end.opname.startswith("STORE_") and name in _stored(end) for end in ends]
+    return any(sets) and not all(sets)
+
+
 def _stored(end: dis.Instruction) -> tuple[str, ...]:
     """Returns the names that an instruction stores. Python 3.13 stores two at once, or stores one and loads one."""
     names = end.argval if type(end.argval) is tuple else (end.argval,)

@@ -22,7 +22,19 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from .. import generators
 from ..checkpoint.state import TrainState
 from ..parallel.names import plain, plain_name
-from .bytecode import Kind, code_of, has_no_parameter, innermost, kind_of, reads, returns, set_anew, spaces, unwrapped
+from .bytecode import (
+    Kind,
+    code_of,
+    has_no_parameter,
+    innermost,
+    kind_of,
+    reads,
+    returns,
+    set_anew,
+    spaces,
+    unwrapped,
+    updates,
+)
 from .proof import OF_TORCH
 from .undo import codes_of, is_of_script, root_of
 
@@ -146,12 +158,10 @@ def _below(named: Iterable[tuple[str, Any]], known: list[Any]) -> Iterator[Reach
 def _inside(name: str, value: Any) -> list[tuple[str, Any]]:
     """Returns the items or attributes of a value, or what a function is bound to, with their names."""
     if issubclass(type(value), types.FunctionType):
-        cells = zip(value.__code__.co_freevars, value.__closure__ or ())  # a cell may be empty
-        bound = [(free, item) for free, cell in cells for item in gc.get_referents(cell)]
         names = value.__code__.co_varnames[: value.__code__.co_argcount]
         defaults = zip(reversed(names), reversed(value.__defaults__ or ()))
-        local = [(f"{name}.{inner}", item) for inner, item in (*bound, *defaults, *vars(value).items())]
-        return local + _globals_of(value)
+        own = [(f"{name}.{inner}", item) for inner, item in (*defaults, *vars(value).items())]
+        return [*_cells(name, value), *own, *_globals_of(value)]
     if issubclass(type(value), types.MethodType):
         return [(f"{name}.__self__", value.__self__), (f"{name}.__func__", value.__func__)]
     if issubclass(type(value), functools.partial):
@@ -178,6 +188,14 @@ def _inside(name: str, value: Any) -> list[tuple[str, Any]]:
     return [(f"{name}.{key}", item) for key, item in attributes.items() if key[:2] != "__" and key not in of_torch]
 
 
+def _cells(path: str, function: Any) -> list[tuple[str, Any]]:
+    """Returns the variables of outer functions that a function reads or sets."""
+    if type(function) is not types.FunctionType:
+        return []
+    cells = zip(function.__code__.co_freevars, function.__closure__ or ())  # a cell may be empty
+    return [(f"{path}.{name}", item) for name, cell in cells for item in gc.get_referents(cell)]
+
+
 def _globals_of(function: types.FunctionType) -> list[tuple[str, Any]]:
     """Returns the global variables that a function of a module of the script reads, by the module's name."""
     module, space = function.__module__, function.__globals__
@@ -193,7 +211,9 @@ def in_models(state: TrainState) -> Iterator[Reached]:
     is no state."""
     named = [(plain_name(state.model, name.lstrip(".")), value) for name, value in _in_modules(state.model)]
     for name, optimizer in state.optimizers.items():
-        named += _states_of(name, optimizer, _OF_OPTIMIZER)
+        # `reached` has those of the script's optimizers.
+        named += [] if is_of_script(root_of(optimizer)) else _states_of(name, optimizer, _OF_OPTIMIZER)
+        named += [variable for hook in _hooks_of(optimizer) for variable in _cells(name, hook)]
     kept = [*state.user_state.objects.values(), *state.user_state.rank_objects.values()]
     yield from _below([(f"attribute {name}", value) for name, value in named], kept)
 
@@ -208,9 +228,10 @@ def _in_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
             code = code_of(hook) or code_of(type(hook).__call__)
             if code is not None and returns(code):  # another one collects
                 yield from _states_of(f"{path}.{type(holder).__name__}", holder, OF_TORCH)
-                inside = dict(_inside(path, hook)) if type(hook) is types.FunctionType else {}
-                yield from ((f"{path}.{name}", inside[f"{path}.{name}"]) for name in code.co_freevars
-                            if f"{path}.{name}" in inside and reads(code, name, uses=True))  # fmt: skip
+                for name, value in _cells(path, hook):
+                    variable = name.rpartition(".")[2]
+                    if reads(code, variable, uses=True) or updates(code, variable):
+                        yield name, value
 
 
 def _hooks_of(holder: Any) -> list[Any]:

@@ -281,7 +281,7 @@ class Loop:
         self._under_way, self._before_batches, self._skipped = given, False, 0
         self._tell_resumed()
         self.attempt.put_back()
-        self.attempt.unsaved.resumes("batches", compares=True)
+        self.attempt.unsaved.resumes("batches", compares=True, left=run.state.cursor.step != length)
         self._resume_generators()
         run.goodput.train()
         self.attempt.desync.enter_loop()
@@ -393,6 +393,13 @@ class Loop:
                 raise
         except Ended as ended:
             return ended
+        except NameError as unknown:
+            if self.run.resumed and self._epoch_is_through and not self.run.progressed:
+                raise RuntimeError(
+                    "this start resumes after the last batch of its epoch, so the loop over the batches sets no variable: set the variable "
+                    "before this loop. run.loss() is the loss of the last step"
+                ) from unknown
+            raise
         except SentAlready as sent:  # of the script's own `backward`: `run.backward` says it otherwise
             raise RuntimeError(
                 f"a gradient came a second time: the step before had no run.update() ({STEPS}), or a step has two backward passes: add "

@@ -85,8 +85,10 @@ class Unsaved:
         self.looks += 1
         if self.looks & (self.looks - 1) == 0:
             things = reached(state)
-            outside = [*trained_outside(state, things), *temporary(things, self._run.path, self._began)]
-            for sentence in (*outside, *(_moves(name, value) for name, value in self._variables.moving())):
+            sentences = [*trained_outside(state, things), *temporary(things, self._run.path, self._began)]
+            named = " ".join(["", *sentences])
+            sentences += [_moves(name, one) for name, one in self._variables.moving() if f" {name}[" not in named]
+            for sentence in sentences:
                 self._run.warn(sentence)
         if world.size > 1 and not is_same_on_all_ranks(mine := self._alike(), world):
             for about, sentence in unequal(all_gather_trees(mine, world)).items():
@@ -138,23 +140,28 @@ class Unsaved:
                 "run.values"
             )
 
-    def resumes(self, over: str, compares: bool) -> None:
+    def resumes(self, over: str, compares: bool, left: bool = True) -> None:
         """Warns, if the run resumes, of what the script does not get back.
 
         Args:
             over: the loop that begins: `epochs` or `batches`.
             compares: whether the loop continues exactly at the save. Then the script's variables must have their values from the save.
+            left: whether the loop may have batches left.
         """
         run = self._run
         self._variables.begin()
         if over in self._resuming:  # on all ranks: `state_dict()` of a kept object may be a collective
             self._warn_of(self._variables.differing(run.user_state.variables) if compares else [])
-            if (name := counting()) is not None:
+            if left and (name := counting()) is not None:
                 self._warn_here(
                     f"{name}() goes over the loop of the {over}, and this start resumes: its count and other iterables begin anew. Use "
                     "the epoch of run.epochs() and run.steps, and combine two datasets with StackDataset"
                 )
         self._resuming -= {"epochs", "batches"} if compares else {over}
+
+    def note_models(self) -> None:
+        """Notes what the models' attributes hold after the first step."""
+        self._variables.note_models()
 
     def compare_kinds(self) -> None:
         """Warns once of functions, classes, hooks and chosen objects that differ from the save. In a step: a script may choose them by the

@@ -72,7 +72,7 @@ class Mark(NamedTuple):
     made: Any
     """The tensor, weakly; or the generator and its seed. Another value: it was made, or seeded, anew."""
     state: Any
-    """The number of changes in place; or the state of the generator."""
+    """The number of changes in place and a few numbers, since changes of `tensor.data` are not counted; or the state of the generator."""
 
 
 class Variables:
@@ -87,8 +87,10 @@ class Variables:
         self._names: list[str] = []
         """The names of the script's values where the loop begins, in their order (`begin`)."""
         self._start = {name: mark for name, _, mark in self._marks(_held(state))}
-        self._in_models: dict[str, Any] | None = None
-        """Marks of attributes of models and optimizers at the first save. A first pass may set some, such as the longest sequence."""
+        self._loop = dict[str, Any]()
+        """Marks of the values where the loop begins."""
+        self._in_models = dict[str, Any]()
+        """Marks of attributes of models and optimizers after the first step (`note_models`)."""
 
     def begin(self) -> None:
         """Notes the functions where a loop begins, and, once, which names the script's objects have there."""
@@ -96,7 +98,13 @@ class Variables:
         if not self._names:
             things = reached(self._state, self._functions)
             self._names = list(dict.fromkeys(one.name for one in things if one.is_own))
-            self._start |= {name: mark for name, (_, mark) in self._choices(things).items()}
+            choices = {name: mark for name, (_, mark) in self._choices(things).items()}
+            self._start |= choices
+            self._loop = {name: mark for name, (_, mark) in _marked(things, _held(self._state)).items()} | choices
+
+    def note_models(self) -> None:
+        """Notes the attributes of models and optimizers. A first pass may set some, such as the longest sequence."""
+        self._in_models = {name: mark for name, _, mark in self._model_marks(_held(self._state))}
 
     def changed(self, samples: int, batch: Any = None) -> Iterator[tuple[str, str, bool]]:
         """Yields (name, digest, whether ranks must agree on the value) of each iterator, and of each variable that has changed since the
@@ -108,7 +116,6 @@ class Variables:
             batch: the batch that the loop has just given to the script, whose variables last for one batch.
         """
         marks = self._model_marks(held := _held(self._state))
-        self._in_models = self._in_models or {name: mark for name, _, mark in marks}
         for name, value, mark in marks:
             if mark != self._in_models.get(name, mark) and (text := _digest(value, held)) is not None:
                 yield name, text, False
@@ -117,7 +124,7 @@ class Variables:
             has_changed = id(value) not in given and (mark == _ITERATOR or mark != self._start.get(name))
             if has_changed and (text := _digest(value, held)) is not None:
                 carries = issubclass(type(value), (int, float)) or not _is_batch(value, samples)
-                yield name, text, carries and name in self._start
+                yield name, text, carries and name in self._loop
 
     def is_read(self, code: types.CodeType | None, name: str) -> bool:
         """Returns whether the function of a step reads a variable: by its name, as a method of the object that has it, or through another
@@ -174,11 +181,11 @@ class Variables:
 
     def moving(self) -> Iterator[tuple[str, Any]]:
         """Yields the name and value of each generator that has drawn, and of each tensor, or object of tensors, that has changed in
-        place since the start. Of single tensors only the first: a tensor that accumulates may be set to zero before it is read."""
+        place since the loop began. Of single tensors only the first: a tensor that accumulates may be set to zero before it is read."""
         has_tensor = False
         for name, value, mark in self._marks(_held(self._state)):
             is_tensor = issubclass(type(value), torch.Tensor)
-            if _has_moved(self._start.get(name), mark) and not (is_tensor and has_tensor):
+            if _has_moved(self._loop.get(name), mark) and not (is_tensor and has_tensor):
                 has_tensor |= is_tensor
                 yield name, value
 
@@ -394,7 +401,8 @@ def _is_time(value: Any) -> bool:
 
 def _mark(value: Any) -> Mark:
     if issubclass(type(value), torch.Tensor):
-        return Mark(WeakIdRef(value), value._version)
+        few = value.detach()[tuple(slice(None, None, max(1, size // 2)) for size in value.shape)]
+        return Mark(WeakIdRef(value), (value._version, repr(few.tolist())))
     seed = value.initial_seed() if isinstance(value, torch.Generator) else None
     return Mark((id(value), seed), generators.comparable(generators.state_of(value)))
 
