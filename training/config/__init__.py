@@ -187,7 +187,7 @@ class Sync(Section):
     name: Strategy = "ddp"
     """How gradients are summed over the ranks: a built-in strategy (docs/sync.md compares them), or a class as `package.module:Class`."""
     bucket_mb: PositiveNumber = 25.0
-    """Megabytes (10⁶ bytes) of gradient per collective, overlapped with the backward pass."""
+    """Megabytes (10⁶ bytes) of gradient per collective; collectives overlap the backward pass."""
     options: Plain = Field(default_factory=dict)
     """Settings of the strategy, e.g. `{parts: 4}` for `exact`."""
 
@@ -213,13 +213,13 @@ class Checkpoint(Section):
     every_steps: Free[Count] = 0
     """Steps between two checkpoints; 0: one at the end of every epoch."""
     every_seconds: Free[SecondsOrAuto] = 0.0
-    """Also save when this many seconds have passed since the last one; 0: never. `auto`: as often as loses least, from what
-    a save costs and how often the run has failed, between 30 s and an hour."""
+    """Also save when this many seconds have passed since the last save; 0: never. `auto`: the interval that loses
+    least time, between 30 s and an hour, from a save's cost and the run's failures."""
     keep: Free[Positive] = 3
     """Newest checkpoints to keep."""
     keep_best: Free[KeepBest] = True
-    """Also keep the weights with the best score so far. true: the highest accuracy. `{val_loss: min}`: the lowest `val_loss`, or
-    `max` or `min` of another number that is logged. false: none."""
+    """Also keep the weights with the best score so far. true: the highest accuracy. `{val_loss: min}`: the lowest `val_loss`;
+    likewise `max`, and other logged numbers. false: none."""
     to: Free[BucketUrl | None] = None
     """Also keep the checkpoints in a bucket, from which the run resumes on any node: `s3://BUCKET/PREFIX`, `gs://…` or
     `az://CONTAINER/PREFIX`. Needs obstore."""
@@ -237,11 +237,11 @@ class Log(Section):
     """`table` for people, `json` (one object per line) for clusters."""
     every: Free[Positive] = 50
     """Steps between two readings of the loss and the gradient's norm (events `step`). The first step is always read, and the last one
-    if its number is known. Both are printed where no line of an epoch was."""
+    if its number is known. The output shows both, unless an epoch's line precedes them."""
     score_every: Free[Count] = 0
     """Steps between two lines `step N | train_loss | test_loss | step time`, instead of one line per epoch; 0: one line per epoch."""
     weights_every: Free[Count] = 0
-    """Steps between two events `weights` with the sha256 of the model's weights and buffers, which two runs can be compared by; 0: none."""
+    """Steps between two events `weights`; 0: none. Each has the sha256 of the model's weights and buffers, to compare two runs."""
     tensorboard: Free[bool] = False
     """Write TensorBoard event files to `tensorboard` in the run directory; needs tensorboard."""
     wandb: Free[str | None] = None
@@ -310,9 +310,9 @@ class RunSettings(Section):
     nonfinite: Literal["stop", "skip", "ignore"] = "stop"
     """A gradient that is NaN or infinite: end the run before the optimizer step, skip the step, or do not check."""
     nonfinite_limit: Free[Count] = 100
-    """Consecutive steps that `nonfinite: skip` may skip. One more ends the run, because then the weights are lost."""
+    """Consecutive steps that `nonfinite: skip` may skip. One more ends the run: the weights are probably NaN."""
     micro_batch_size: Count = 0
-    """Most samples that a rank computes at once, to save memory: its part of a batch is cut into micro-batches. 0: the whole part."""
+    """Largest micro-batch, in samples. A rank cuts its part of a batch into micro-batches to save memory. 0: the whole part."""
     capture: Literal["never", "auto"] = "never"
     """`auto`: record the whole step as CUDA graphs and replay it, if possible."""
     check_closeness: Free[Count] = 0
@@ -320,18 +320,18 @@ class RunSettings(Section):
     deterministic: bool = False
     """Use only deterministic kernels. An operation without one is an error."""
     tf32: bool = False
-    """Let a GPU compute float32 matrix products and convolutions in TF32: faster, with 10 bits of mantissa for 23."""
+    """Let a GPU compute float32 matrix products and convolutions in TF32: faster, with 10 bits of mantissa, not 23."""
     cudnn_benchmark: bool = False
-    """Let cuDNN measure its convolution kernels and use the fastest. Another start may use another one: the last bits may differ."""
+    """Let cuDNN measure its convolution kernels and use the fastest. Another start may choose other kernels: the last bits may differ."""
     device: Free[Literal["auto", "cpu", "cuda"]] = "auto"
     """Where to train; `auto` takes a GPU where one is visible."""
     backend: Free[Literal["auto", "gloo"]] = "auto"
-    """What sends tensors between GPUs. `auto`: NCCL, a GPU for each rank. `gloo`: through the host, and ranks may share a GPU: slow, to try
-    several ranks where there is one GPU."""
+    """What sends tensors between GPUs. `auto`: NCCL, with a GPU for each rank. `gloo` sends through the host:
+    slow, but several ranks can share one GPU for a try."""
     collective_timeout: Free[Number] = Field(default=600.0, ge=1, le=1_000_000)
     """Seconds after which a collective ends the job, if a rank has not joined it."""
     end_hangs: Free[bool] = False
-    """Kill a rank that gets no further while the others wait for it: all start again, or under `--live` the others train on."""
+    """Kill a rank that hangs while the others wait for it. Then all ranks restart; with `--live` the others continue."""
     threads: Free[Count] = 0
     """CPU threads per rank; 0: the cores of the node divided by its ranks."""
     sync: Sync = Field(default_factory=Sync)
@@ -398,7 +398,7 @@ class OwnSettings(RunSettings):
     sync: OwnSync = Field(default_factory=OwnSync)
     """Gradient synchronisation."""
     config: Plain = Field(default_factory=dict)
-    """The settings of the script itself. A start with other settings than the run directory has is refused."""
+    """The settings of the script itself. Lockstep refuses a start whose settings differ from the run directory's."""
 
     @property
     def title(self) -> str:
