@@ -1,4 +1,4 @@
-"""`plain.py` in data parallel: torchrun --nproc-per-node 2 examples/parallel.py STRATEGY [OPTION=VALUE …] (or mpiexec, srun).
+"""`plain.py` with data parallelism: torchrun --nproc-per-node 2 examples/parallel.py STRATEGY [OPTION=VALUE …] (or mpiexec, srun).
 
 At the end it prints what each rank has sent, and trains `plain.py` for the error: how far the weights are from those of one process.
 """

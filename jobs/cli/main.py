@@ -175,7 +175,7 @@ def app_of(command: str = "") -> typer.Typer:
     app = typer.Typer(
         name="lockstep", pretty_exceptions_enable=False, add_completion=True,
         rich_markup_mode=None,  # rich takes longer to import than everything else together
-        help="Train PyTorch models in data parallel, and take the same job from a laptop to a cluster.",
+        help="Train PyTorch models with data parallelism, and take the same job from a laptop to a cluster.",
         epilog="Examples: lockstep run smoke --ranks 2 · lockstep render k8s job.yaml · lockstep submit k8s job.yaml · "
         "lockstep logs k8s smoke --rank 5 -f · lockstep wait k8s smoke --timeout 3600. "
         "Exit codes: 0 succeeded, 1 failed, 2 usage, 3 unschedulable, 4 lost, 69 no answer, 75 preempted, 124 timed out, "

@@ -9,7 +9,7 @@ each file → manifest → rename → fsync of the parent. Older checkpoints are
 and verified. There is no pickle: a tensor file is safetensors, the rest is JSON.
 
 The safetensors library reads the file and holds its structure. It does not write it: it neither hashes meanwhile nor forces
-anything to the disk. Its file needs another read for the sha256 (benchmarks/README.md).
+anything to the disk. Its file needs another read for the sha256.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class ResNet18(ResNet):
 
 
 MOST_PIXELS = 4
-"""Up to this many output pixels, the products are the faster form on a CPU (`benchmarks/README.md`)."""
+"""Up to this many output pixels, the products are the faster form on a CPU."""
 
 
 class SmallMapConv2d(nn.Conv2d):
