@@ -12,7 +12,7 @@ from tests.own.job import script
 pytestmark = pytest.mark.promise("session-resume")
 
 CODE = """
-import argparse, copy, functools, io, itertools, multiprocessing, os, random, sys, time, types, numpy as np, torch
+import argparse, contextvars, copy, functools, io, itertools, multiprocessing, os, random, sys, time, types, numpy as np, torch
 from lockstep import Session
 sys.path.insert(0, sys.argv[1])
 import helper_of_a_script as helper
@@ -68,6 +68,7 @@ def train(kind, run, steps):
     optimizer.slow, optimizer._copy, loss = [torch.zeros(4)], torch.zeros(4), Loss()
     args = argparse.Namespace(tau=1.0, file=open(helper.__file__, "rb"))
     torchs, curve = torch.nn.HuberLoss(delta=1.0), np.poly1d([1.0, 2.0])
+    level, meters, current = contextvars.ContextVar("level"), [types.SimpleNamespace(n=0)], None
     shared, ema, net.scale = multiprocessing.Value("d", 0.0), copy.deepcopy(net).requires_grad_(False), 1.0
     if kind == "drawn":
         rough(optimizer)
@@ -112,7 +113,9 @@ def train(kind, run, steps):
                 curve.coeffs[0] += 1.0
                 subset.indices.append(2)
             elif kind == "called":
-                held(1.5), part(), late.add(), shrink(), temperature(), next(streams["web"])
+                for current in meters:
+                    current.n += 1
+                held(1.5), part(), level.set(2.0 + run.steps), late.add(), shrink(), temperature(), next(streams["web"])
                 optimizer._copy = optimizer._copy + 1
                 run.config["rate"] *= 0.9
             elif kind == "files":
@@ -151,8 +154,9 @@ NAMED = {
     "objects": {"meter.total", "Meter.shown", "augment.calls", "augment.memory", "slots.n", "COUNTS", "meter.shown", "held.__self__.shown",
                 "loss.gamma", "optimizer.slow"},
     "held": {"args.tau", "torchs.delta", "deep.a.b[0].c.d", "shared._obj", "curve.coeffs", "subset.indices"},
-    "called": {"held.__self__.total", "part.args", "late.mean", "shrink.calls", "helper._temperature",
-               "helper_of_a_script._temperature", "streams['web']", "optimizer._copy", "run.config"}, "anchor": {"anchor"},
+    "called": {"held.__self__.total", "meters[0].n", "level.get()", "part.args", "late.mean", "shrink.calls",
+               "helper._temperature", "helper_of_a_script._temperature", "streams['web']", "optimizer._copy", "run.config"},
+    "anchor": {"anchor"},
     "drawn": {"noise", "other", "reader", "rows", "attribute optimizer.gen", "attribute optimizer.t"}, "grown": {"attribute scale"},
     "files": {"box", "text"}, "epochs": {"enumerate"},
     "swapped": {"model (class, functions or hooks)", "module act (class, functions or hooks)", "meter.transform", "criterion", "tuned"},

@@ -285,11 +285,11 @@ class Attempt:
                 f"{self.nonfinite_steps} steps in a row were left out (nonfinite_limit), the last one at {reason}",
             )
 
-    def step_done(self, lr: float | torch.Tensor, samples: int, grad_norm: torch.Tensor | None) -> None:
+    def step_done(self, lr: float | torch.Tensor | None, samples: int, grad_norm: torch.Tensor | None) -> None:
         """Reports a step that the run has counted. Does not wait for the device. Raises `Ended` if replicas differ.
 
         Args:
-            lr: the learning rate of the first optimizer; 0: it has none. A tensor is read at the steps that are logged.
+            lr: the learning rate of the first optimizer; None: it has none. A tensor is read at the steps that are logged.
             samples: samples of this rank's part.
             grad_norm: the gradient's norm, a scalar on the device; None: not computed.
         """
@@ -320,9 +320,13 @@ class Attempt:
             if run.directory is not None:
                 run.directory.status(None, "running", done)
         if done % run.config.log.every == 0 or done in (1, run.console.planned):
-            self.reading.start(
-                state.losses, run.user_state.measured, grad_norm, step=done, lr=float(lr), times=self.times
-            )
+            # On a GPU the times of this step become known later.
+            values = {
+                "step": done,
+                "lr": float(0.0 if lr is None else lr),
+                "times": {} if state.clock.behind else self.times,
+            }
+            self.reading.start(state.losses, run.user_state.measured, grad_norm, **values)
         self.tell_readings()
         interval = run.config.log.weights_every
         if interval and done % interval == 0 and (run.world.leader or run.world.live is not None):
@@ -402,7 +406,7 @@ class Attempt:
             for name in values.keys() - {"train_loss"}:
                 if name.startswith("train_") and values[name] is not None:
                     self.run.metrics.set("logged", values[name], name)
-            times = {name: round(value, 6) for name, value in values.pop("times").items()}
+            times = {name: round(value, 6) for name, value in (values.pop("times") or self.times).items()}
             self.run.event("step", **values, **times)
 
     def epoch_means(self) -> dict[str, float | None]:

@@ -118,7 +118,6 @@ def reads(code: types.CodeType | None, name: str, uses: bool = False) -> bool:
         uses: whether a statement counts only if it uses what it reads: it neither sets an item nor drops its value, as `a.append(1)` does.
     """
     statements = [*_statements(code)]
-    stored = {name for _, end in statements if end.opname.startswith("STORE_") for name in _stored(end)}
     read = {
         name
         for loaded, end in statements
@@ -128,14 +127,23 @@ def reads(code: types.CodeType | None, name: str, uses: bool = False) -> bool:
     first, *attributes = re.sub(r"\[.*?\]", "", name).split(".")
     # The code's own variables, such as its arguments, count only as holders of attributes.
     has_first = not first or first in read or (bool(attributes) and f"{_LOCAL}{first}" in read)
-    return has_first and {f".{one}" for one in attributes} <= read and not stored & {first, *attributes}
+    return has_first and {f".{one}" for one in attributes} <= read and not stored(code) & {first, *attributes}
 
 
-def updates(code: types.CodeType | None, name: str) -> bool:
-    """Returns whether the code sets a variable outside it from itself, as a counter, and uses it elsewhere."""
-    ends = [end for loaded, end in _statements(code) if name in loaded]
-    sets = [end.opname.startswith("STORE_") and name in _stored(end) for end in ends]
-    return any(sets) and not all(sets)
+def uses(code: types.CodeType | None, name: str, collects: bool) -> bool:
+    """Returns whether the code uses a variable outside it, in another statement than one that sets it.
+
+    Args:
+        collects: whether a statement does not count that sets an item or drops its value, as `a.append(1)` does.
+    """
+    without = ("POP_TOP", "STORE_SUBSCR") if collects else ()
+    ends = [end for loaded, end in _statements(code) if name in loaded and end.opname not in without]
+    return any(not end.opname.startswith("STORE_") or name not in _stored(end) for end in ends)
+
+
+def stored(code: types.CodeType | None) -> set[str]:
+    """Returns the variables and attributes that the code sets."""
+    return {name for _, end in _statements(code) if end.opname.startswith("STORE_") for name in _stored(end)}
 
 
 def _stored(end: dis.Instruction) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ import queue
 import types
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,12 +29,11 @@ from .bytecode import (
     has_no_parameter,
     innermost,
     kind_of,
-    reads,
     returns,
     set_anew,
     spaces,
     unwrapped,
-    updates,
+    uses,
 )
 from .proof import OF_TORCH
 from .undo import codes_of, is_of_script, root_of
@@ -47,7 +47,7 @@ _SET_BY_TORCH = ("_zero_grad_profile_name", "_opt_called", "_step_count")
 _OF_OPTIMIZER = {*torch.optim.Optimizer.__init__.__code__.co_names, *_SET_BY_TORCH, "step", "add_param_group", "sync"}
 """Attributes of optimizers that belong to torch or Lockstep: names in the constructor, as a first optimizer imports torch's compiler."""
 _OF_DATA = (Dataset, Sampler, DataLoader)
-_HOLDERS = (argparse.Namespace, types.SimpleNamespace, functools.partial, types.MethodType, queue.Queue)
+_HOLDERS = (argparse.Namespace, types.SimpleNamespace, functools.partial, types.MethodType, queue.Queue, ContextVar)
 """Types of Python whose contents a script sets."""
 _STATES = (int, float, str, tuple, torch.Tensor, np.ndarray)
 """Types of attributes that `_states_of` returns. A pass may fill a list or dictionary, for a plot or an extra loss."""
@@ -77,13 +77,17 @@ class Reached(NamedTuple):
     """Whether the value is an item of a list or dictionary that the script names, which is compared as a whole."""
 
 
-def reached(state: TrainState | None, of: Collection[types.CodeType] = ()) -> list[Reached]:
+def reached(
+    state: TrainState | None, of: Collection[types.CodeType] = (), bound: Collection[tuple[str, int]] | None = None
+) -> list[Reached]:
     """Returns the values of the running functions' variables, with the attributes and items below them. Leaves out the content of kept
     objects, since a state may consist of copies, and the generators of the process. Returns nothing if an object of the script raises,
     since all this only serves warnings.
 
     Args:
         of: the functions; (): all.
+        bound: (name, identity) of the variables where the loop begins. What others lead to, such as the target of `for`, has the names of
+            these, if they lead to it, too. None: all are bound.
     """
     named = ((name, value) for names in spaces(of) for name, value in names.items() if name != "_" and name[:2] != "__")
     optimizers = {} if state is None else state.optimizers
@@ -94,7 +98,10 @@ def reached(state: TrainState | None, of: Collection[types.CodeType] = ()) -> li
         if key not in _OF_OPTIMIZER
     )
     with contextlib.suppress(Exception):  # a property, or a subclass of a tensor or a dictionary, may raise anything
-        return list(_below([*named, *of_optimizers], [] if state is None else _known(state)))
+        lasting, others = list[tuple[str, Any]](), list[tuple[str, Any]]()
+        for name, value in named:
+            (lasting if bound is None or (name, id(value)) in bound else others).append((name, value))
+        return list(_below([*lasting, *of_optimizers], [] if state is None else _known(state), others))
     return []
 
 
@@ -111,13 +118,16 @@ def _known(state: TrainState) -> list[Any]:
     return drawn + [value for _, value, *_ in _below(inside, [])]
 
 
-def _below(named: Iterable[tuple[str, Any]], known: list[Any]) -> Iterator[Reached]:
-    """Yields these values, and the attributes and items below them, without the known ones."""
+def _below(
+    named: Iterable[tuple[str, Any]], known: list[Any], others: Iterable[tuple[str, Any]] = ()
+) -> Iterator[Reached]:
+    """Yields these values, and the attributes and items below them, without the known ones; then `others`, and those below them."""
+    late = deque((Reached(name, value, True, False), LEVELS) for name, value in others)
     waiting = deque((Reached(name, value, True, False), LEVELS) for name, value in named)
     seen: dict[int, Any] = {id(value): value for value in known}
     restored = {*seen}
-    while waiting and len(seen) < MOST:
-        one, left = waiting.popleft()
+    while (waiting or late) and len(seen) < MOST:
+        one, left = (waiting or late).popleft()
         name, value, is_own, is_part = one
         if issubclass(type(value), types.MethodWrapperType):  # such as a generator's `__next__`
             value, one = value.__self__, one._replace(value=value.__self__)
@@ -166,6 +176,8 @@ def _inside(name: str, value: Any) -> list[tuple[str, Any]]:
         return [(f"{name}.__self__", value.__self__), (f"{name}.__func__", value.__func__)]
     if issubclass(type(value), functools.partial):
         return [(f"{name}.func", value.func), (f"{name}.args", value.args), (f"{name}.keywords", value.keywords)]
+    if issubclass(type(value), ContextVar):
+        return [(f"{name}.get()", value.get(None))]
     if issubclass(type(value), dict):
         some = itertools.islice(dict.items(value), ITEMS)
         return [(f"{name}[{key!r}]", item) for key, item in some if type(key) in (str, int)]
@@ -213,7 +225,7 @@ def in_models(state: TrainState) -> Iterator[Reached]:
     for name, optimizer in state.optimizers.items():
         # `reached` has those of the script's optimizers.
         named += [] if is_of_script(root_of(optimizer)) else _states_of(name, optimizer, _OF_OPTIMIZER)
-        named += [variable for hook in _hooks_of(optimizer) for variable in _cells(name, hook)]
+        named += [variable for hook in _hooks_of(optimizer) for variable in _of_hook(name, hook)]
     kept = [*state.user_state.objects.values(), *state.user_state.rank_objects.values()]
     yield from _below([(f"attribute {name}", value) for name, value in named], kept)
 
@@ -228,10 +240,15 @@ def _in_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
             code = code_of(hook) or code_of(type(hook).__call__)
             if code is not None and returns(code):  # another one collects
                 yield from _states_of(f"{path}.{type(holder).__name__}", holder, OF_TORCH)
-                for name, value in _cells(path, hook):
-                    variable = name.rpartition(".")[2]
-                    if reads(code, variable, uses=True) or updates(code, variable):
-                        yield name, value
+                yield from _of_hook(path, hook)
+
+
+def _of_hook(path: str, hook: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the variables of outer functions that a hook uses. It may add to a list, for a plot."""
+    for name, value in _cells(path, hook):
+        collects = not issubclass(type(value), (int, float, torch.Tensor)) and not generators.is_generator(value)
+        if uses(code_of(hook), name.rpartition(".")[2], collects):
+            yield name, value
 
 
 def _hooks_of(holder: Any) -> list[Any]:

@@ -314,6 +314,7 @@ class Loop:
                 yield item
                 clock.between()
                 step.end_batch()
+                self.attempt.unsaved.compare_kinds()
                 if run.user_state.steps == before:
                     self._skipped += 1
                     self.attempt.desync.sync_point(Place.SKIPPED)
@@ -394,10 +395,11 @@ class Loop:
         except Ended as ended:
             return ended
         except NameError as unknown:
-            if self.run.resumed and self._epoch_is_through and not self.run.progressed:
+            is_after = self.run.resumed and self._epoch_is_through and not self.run.progressed
+            if is_after and self.attempt.unsaved.sets(str(unknown.name)):
                 raise RuntimeError(
-                    "this start resumes after the last batch of its epoch, so the loop over the batches sets no variable: set the variable "
-                    "before this loop. run.loss() is the loss of the last step"
+                    f"this start resumes after the last batch of its epoch, so the loop over the batches does not set {unknown.name}: set "
+                    "it before this loop. run.loss() is the loss of the last step"
                 ) from unknown
             raise
         except SentAlready as sent:  # of the script's own `backward`: `run.backward` says it otherwise

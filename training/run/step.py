@@ -524,7 +524,7 @@ class Step:
         self.pending, self._accumulating, self._samples, self._losses = False, 0, 0, []
         self._total = None
         self._count()
-        lr = next(iter(self.replica.optimizers.values())).param_groups[0].get("lr", 0.0)
+        lr = next(iter(self.replica.optimizers.values())).param_groups[0].get("lr")
         self.attempt.step_done(lr, samples, norm)
 
     def _divide(self, inputs: StepInput) -> None:

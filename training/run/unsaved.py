@@ -32,7 +32,7 @@ from .contents import Reached, reached
 from .proof import text_of
 from .replica import tables_of
 from .run import Run
-from .variables import LIST, Variables, beginning, counting, tables
+from .variables import CHOICE, KIND, LIST, Variables, beginning, counting, tables
 
 T = TypeVar("T")
 SCORES = ("accuracy", "loss")
@@ -71,7 +71,9 @@ class Unsaved:
         self.given: Any = None
         """The batch that the script has."""
         self._before = run.user_state.variables if run.resumed else {}
-        """The digests in the checkpoint, until `compare_kinds`."""
+        """The digests in the checkpoint, until `compare_kinds` has compared them."""
+        self._apart: list[str] | None = None
+        """Names of functions, classes and hooks that the first step has found."""
         self._moved: dict[str, str] = {}
         """Variable that this rank has changed, and that ranks must agree on, from `note_variables` to the next look → digest."""
         self.is_uneven = False
@@ -164,10 +166,20 @@ class Unsaved:
         self._variables.note_models()
 
     def compare_kinds(self) -> None:
-        """Warns once of functions, classes, hooks and chosen objects that differ from the save. In a step: a script may choose them by the
-        epoch or from `run.steps`."""
-        before, self._before = self._before, {}
-        self._warn_of(self._variables.differing(before, of_kind=True))
+        """Warns of chosen objects that differ from the save in the first step, since a script may choose by the epoch or `run.steps`; and
+        of functions, classes and hooks that also differ after it, since a step may make them."""
+        if self._before:
+            names = self._variables.differing(self._before, KIND)
+            if self._apart is None:
+                self._warn_of(self._variables.differing(self._before, CHOICE))
+                self._apart = names
+            else:
+                self._warn_of([name for name in names if name in self._apart])
+                self._before = {}
+
+    def sets(self, name: str) -> bool:
+        """Returns whether a function that has begun a loop sets this variable."""
+        return self._variables.sets(name)
 
     def _warn_of(self, names: list[str]) -> None:
         if names:

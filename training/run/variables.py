@@ -43,6 +43,8 @@ from .bytecode import (
     returns,
     running,
     set_anew,
+    spaces,
+    stored,
 )
 from .contents import DEPTH, ITEMS, PLAIN, SEQUENCES, Reached, Same, built, in_models, reached
 from .proof import has_bytes
@@ -57,8 +59,9 @@ _SAMPLE = 1 << 16
 _BYTES = (bytearray, array.array, ctypes._SimpleCData, ctypes.Array, io.BytesIO)
 _COUNTING = (enumerate, zip, map, itertools.islice)
 KIND = "kind "
-"""The beginning of the digest of something that has no state: a function, a class, or a module without numbers; or of an object that has
-several names, of which the first one follows (`Variables._choices`)."""
+"""The beginning of the digest of something that has no state: a function, a class, or a module without numbers."""
+CHOICE = f"{KIND}of "
+"""The beginning of the digest of an object that has several names: the first of these follows (`Variables._choices`)."""
 _OBJECT = " (object)"
 """The end of the name under which the choice of an object is compared: beside its kind."""
 _ITERATOR = "an iterator"
@@ -84,6 +87,8 @@ class Variables:
         """Name → class of the object, such as a loss function."""
         self._functions = set[types.CodeType]()
         """The functions that run where a loop begins. Variables of others, such as an evaluation, last for one call."""
+        self._bound: set[tuple[str, int]] | None = None
+        """(name, identity) of the script's variables where the loop begins."""
         self._names: list[str] = []
         """The names of the script's values where the loop begins, in their order (`begin`)."""
         self._start = {name: mark for name, _, mark in self._marks(_held(state))}
@@ -95,7 +100,8 @@ class Variables:
     def begin(self) -> None:
         """Notes the functions where a loop begins, and, once, which names the script's objects have there."""
         self._functions |= {frame.f_code for frame in running()}
-        if not self._names:
+        if self._bound is None:
+            self._bound = {(name, id(value)) for space in spaces(self._functions) for name, value in space.items()}
             things = reached(self._state, self._functions)
             self._names = list(dict.fromkeys(one.name for one in things if one.is_own))
             choices = {name: mark for name, (_, mark) in self._choices(things).items()}
@@ -103,7 +109,7 @@ class Variables:
             self._loop = {name: mark for name, (_, mark) in _marked(things, _held(self._state)).items()} | choices
 
     def note_models(self) -> None:
-        """Notes the attributes of models and optimizers. A first pass may set some, such as the longest sequence."""
+        """Notes the attributes of models and optimizers. A first pass may set some, such as a table of positions."""
         self._in_models = {name: mark for name, _, mark in self._model_marks(_held(self._state))}
 
     def changed(self, samples: int, batch: Any = None) -> Iterator[tuple[str, str, bool]]:
@@ -126,6 +132,9 @@ class Variables:
                 carries = issubclass(type(value), (int, float)) or not _is_batch(value, samples)
                 yield name, text, carries and name in self._loop
 
+    def sets(self, name: str) -> bool:
+        return any(name in stored(code) for code in self._functions)
+
     def is_read(self, code: types.CodeType | None, name: str) -> bool:
         """Returns whether the function of a step reads a variable: by its name, as a method of the object that has it, or through another
         method that returns a value."""
@@ -139,16 +148,16 @@ class Variables:
         through = reads(code, holder, uses=True) and any(reads(one, f".{attribute}") for one in called)
         return through or reads(code, name) or (code in methods.values() and reads(code, f".{attribute}"))
 
-    def differing(self, before: dict[str, str], of_kind: bool = False) -> list[str]:
+    def differing(self, before: dict[str, str], sort: str = "") -> list[str]:
         """Returns the names of variables that have another value than in these digests of a checkpoint, and of attributes that objects do
         not have yet.
 
         Args:
-            of_kind: compares those that were functions, classes, modules without numbers, hooks, or objects with several names; else
-                the others.
+            sort: `KIND`: compares those that were functions, classes, modules without numbers, or hooks; `CHOICE`: objects with several
+                names; "": the others.
         """
         kinds_before = {name for name, text in before.items() if text.startswith(KIND)}
-        before = {name: text for name, text in before.items() if text.startswith(KIND) is of_kind}
+        before = {name: text for name, text in before.items() if _sort_of(text) == sort}
         if not before:
             return []
         held = _held(self._state)
@@ -195,7 +204,7 @@ class Variables:
         Args:
             held: the tensors and generators that a checkpoint holds (`_held`).
         """
-        things = reached(self._state, self._functions)
+        things = reached(self._state, self._functions, self._bound)
         with contextlib.suppress(Exception):  # as in `reached`
             things += built(self._state)
         self._kinds = {name: type(value) for name, value, *_ in things if type(value) is not Same}
@@ -401,8 +410,11 @@ def _is_time(value: Any) -> bool:
 
 def _mark(value: Any) -> Mark:
     if issubclass(type(value), torch.Tensor):
-        few = value.detach()[tuple(slice(None, None, max(1, size // 2)) for size in value.shape)]
-        return Mark(WeakIdRef(value), (value._version, repr(few.tolist())))
+        steps = [max(1, size // 2) for size in value.shape[:4]]
+        some, few = (*(slice(None, None, step) for step in steps), *[0] * (value.ndim - 4)), ""
+        with contextlib.suppress(RuntimeError):  # Python has no such numbers
+            few = repr(value.detach()[some].tolist())
+        return Mark(WeakIdRef(value), (value._version, few))
     seed = value.initial_seed() if isinstance(value, torch.Generator) else None
     return Mark((id(value), seed), generators.comparable(generators.state_of(value)))
 
@@ -425,13 +437,17 @@ def _contents(value: Any) -> Any:
 
 def _digest(value: Any, held: set[int | None]) -> str | None:
     if type(value) is Same:
-        return f"{KIND}of {value.name}"
+        return f"{CHOICE}{value.name}"
     plain = None
     with contextlib.suppress(Exception):  # an object of the script may raise anything
         plain = _print(value, held, _contents)
     if plain in (None, _ITERATOR):
         return plain
     return (KIND if _is_kind(plain) else "") + str(zlib.crc32(repr(plain).encode()))
+
+
+def _sort_of(text: str) -> str:
+    return next((sort for sort in (CHOICE, KIND) if text.startswith(sort)), "")
 
 
 def _is_kind(plain: Any) -> bool:
