@@ -55,6 +55,11 @@ def comparable(state: Any) -> Any:
     return state.tolist() if isinstance(state, torch.Tensor) else state
 
 
+def comparable_state(generator: Any) -> Any:
+    """Returns the present state of one (`is_generator`) as values that `==` compares."""
+    return comparable(state_of(generator))
+
+
 def set_state(generator: Any, state: Any) -> None:
     """Raises `ValueError`, `TypeError`, `KeyError`, `RuntimeError` for the state of another kind."""
     if isinstance(generator, random.Random):

@@ -38,7 +38,6 @@ OF_TORCH = {*vars(nn.Module()), "_flat_weights"}
 """Attributes of modules that belong to torch."""
 
 Refuse = Callable[[str, str], UserError]
-Digests = dict[str, str]
 
 
 def due(seed: int, step: int) -> bool:
@@ -177,7 +176,7 @@ def changed(refuse: Refuse, name: str, is_parameter: bool) -> UserError:
     )
 
 
-def attributes(model: nn.Module) -> Digests:
+def attributes(model: nn.Module) -> dict[str, str]:
     """Returns a text for each attribute of the modules, by name: of numbers, texts, tensors, arrays, generators, and of lists and
     dictionaries of these. Leaves out parameters, buffers and other objects."""
     return {name: text for name, value in attributes_of(model) if (text := text_of(value)) is not None}
@@ -205,15 +204,14 @@ def text_of(value: Any, depth: int = _DEPTH) -> str | None:
     if isinstance(value, np.ndarray):
         return None if value.dtype.hasobject else _digest(as_bytes(value.tobytes()))
     if generators.is_generator(value):
-        return hashlib.sha256(repr(generators.comparable(generators.state_of(value))).encode()).hexdigest()
+        return hashlib.sha256(repr(generators.comparable_state(value)).encode()).hexdigest()
     if not depth:
         return None
     if isinstance(value, Mapping):
         return repr([(str(key), text_of(inner, depth - 1)) for key, inner in value.items()])
-    if isinstance(value, (list, tuple, deque)):
-        return repr([text_of(inner, depth - 1) for inner in value])
-    if isinstance(value, (set, frozenset)):
-        return repr(sorted(str(text_of(inner, depth - 1)) for inner in value))
+    if isinstance(value, (list, tuple, deque, set, frozenset)):
+        texts = [text_of(inner, depth - 1) for inner in value]
+        return repr(sorted(map(str, texts)) if isinstance(value, (set, frozenset)) else texts)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return repr([text_of(getattr(value, field.name, None), depth - 1) for field in dataclasses.fields(value)])
     return None

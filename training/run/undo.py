@@ -145,10 +145,7 @@ class Undo:
     @property
     def drew(self) -> bool:
         """Whether a generator of the script has drawn since the construction."""
-        return any(
-            generators.comparable(generators.state_of(one)) != generators.comparable(state)
-            for one, state in self._generators
-        )
+        return any(generators.comparable_state(one) != generators.comparable(state) for one, state in self._generators)
 
     @contextlib.contextmanager
     def calls(self) -> Iterator[None]:
@@ -161,7 +158,9 @@ class Undo:
                 after.callback(put_back)
             after.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
             torch.set_autocast_cache_enabled(False)  # else a weight that is cast without a gradient is used by the step
-            with warnings.catch_warnings(), _eager(), torch.no_grad(), self.watching:
+            if "torch._dynamo" in sys.modules:  # compiled functions run eagerly, so that other shapes compile nothing
+                after.enter_context(torch.compiler.set_stance("force_eager"))
+            with warnings.catch_warnings(), torch.no_grad(), self.watching:
                 warnings.simplefilter("ignore")
                 yield
 
@@ -183,7 +182,9 @@ class Undo:
         elif kind is types.FunctionType:
             self._look_at_function(value)
         elif issubclass(kind, type):
-            self._look_at_class(value)
+            if is_of_script(root_of(value)):
+                self._keep(_put_back_class, value, dict(vars(value)))
+                self._waiting += [*value.__mro__, *vars(value).values()]
         elif kind is types.CellType:
             for contents in gc.get_referents(value):  # none where the variable has no value yet
                 self._keep(setattr, value, "cell_contents", contents)
@@ -216,18 +217,15 @@ class Undo:
         base = next((base for base in _CONTAINERS if issubclass(kind, base)), None)
         if base is not None:
             self._look_at_items(value, base)
-        try:
+        with contextlib.suppress(AttributeError):  # it has none
             attributes = object.__getattribute__(value, "__dict__")
-        except AttributeError:
-            attributes = None
-        if type(attributes) is dict:
-            self._keep_dict(attributes)
-            self._waiting += attributes.values()
+            if type(attributes) is dict:
+                self._keep_dict(attributes)
+                self._waiting += attributes.values()
         if is_of_script(root_of(value)):
             self._waiting += kind.__mro__
-            if not issubclass(kind, tuple) and any(
-                type(one) is types.MemberDescriptorType for kind in kind.__mro__ for one in vars(kind).values()
-            ):
+            members = {type(one) for base in kind.__mro__ for one in vars(base).values()}
+            if types.MemberDescriptorType in members and not issubclass(kind, tuple):
                 raise Unsafe("__slots__")
 
     def _look_at_items(self, value: Any, base: Any) -> None:
@@ -239,11 +237,6 @@ class Undo:
         if len(items) > _ITEMS and any(type(one) not in _PLAIN for one in items[:_ITEMS]):
             raise Unsafe("a long container")
         self._waiting += items[:_ITEMS]
-
-    def _look_at_class(self, kind: type[Any]) -> None:
-        if is_of_script(root_of(kind)):
-            self._keep(_put_back_class, kind, dict(vars(kind)))
-            self._waiting += [*kind.__mro__, *vars(kind).values()]
 
     def _look_at_function(self, function: types.FunctionType) -> None:
         """Inspects the closure, the defaults, the attributes and the global names of a function; of a library's function those it wraps."""
@@ -307,14 +300,6 @@ def is_of_script(root: str) -> bool:
         return root == "__main__"
     where = getattr(sys.modules.get(root), "__file__", None) or ""
     return "site-packages" not in where and "dist-packages" not in where
-
-
-def _eager() -> contextlib.AbstractContextManager[Any]:
-    """Returns a context in which compiled functions run eagerly, so that other shapes compile nothing."""
-    if "torch._dynamo" not in sys.modules:
-        return contextlib.nullcontext()
-    eager: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    return eager
 
 
 @torch.no_grad()
