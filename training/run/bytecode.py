@@ -22,6 +22,8 @@ from .undo import codes_of
 _CONSTANTS = (type(None), bool, int, float, str, bytes)
 _ENDS = ("POP_TOP", "RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "YIELD_VALUE")
 """Instructions that end a statement."""
+_COLLECTS = ("POP_TOP", "STORE_SUBSCR")
+"""Instructions that end a statement which drops its value, as `a.append(1)` does, or sets an item."""
 _LOCAL, _CONSTANT = "~", "="
 
 
@@ -77,8 +79,7 @@ def running() -> Iterator[types.FrameType]:
     frame = sys._getframe().f_back
     while frame is not None:
         root = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        is_python = root in sys.stdlib_module_names and root != "__main__"  # such as `runpy`, or a debugger
-        if root != "lockstep" and not is_python:
+        if root != "lockstep" and root not in sys.stdlib_module_names:  # such as `runpy`, or a debugger
             yield frame
         frame = frame.f_back
 
@@ -117,13 +118,7 @@ def reads(code: types.CodeType | None, name: str, uses: bool = False) -> bool:
         name: such as "scale", "self.scale", or ".scale", of any object.
         uses: whether a statement counts only if it uses what it reads: it neither sets an item nor drops its value, as `a.append(1)` does.
     """
-    statements = [*_statements(code)]
-    read = {
-        name
-        for loaded, end in statements
-        if not uses or end.opname not in ("POP_TOP", "STORE_SUBSCR")
-        for name in loaded
-    }
+    read = {one for loaded, _ in _statements(code, uses) for one in loaded}
     first, *attributes = re.sub(r"\[.*?\]", "", name).split(".")
     # The code's own variables, such as its arguments, count only as holders of attributes.
     has_first = not first or first in read or (bool(attributes) and f"{_LOCAL}{first}" in read)
@@ -136,18 +131,18 @@ def uses(code: types.CodeType | None, name: str, collects: bool) -> bool:
     Args:
         collects: whether a statement does not count that sets an item or drops its value, as `a.append(1)` does.
     """
-    without = ("POP_TOP", "STORE_SUBSCR") if collects else ()
-    ends = [end for loaded, end in _statements(code) if name in loaded and end.opname not in without]
-    return any(not end.opname.startswith("STORE_") or name not in _stored(end) for end in ends)
+    return any(name in loaded and name not in _stored(end) for loaded, end in _statements(code, collects))
 
 
 def stored(code: types.CodeType | None) -> set[str]:
     """Returns the variables and attributes that the code sets."""
-    return {name for _, end in _statements(code) if end.opname.startswith("STORE_") for name in _stored(end)}
+    return {name for _, end in _statements(code) for name in _stored(end)}
 
 
 def _stored(end: dis.Instruction) -> tuple[str, ...]:
     """Returns the names that an instruction stores. Python 3.13 stores two at once, or stores one and loads one."""
+    if not end.opname.startswith("STORE_"):
+        return ()
     names = end.argval if type(end.argval) is tuple else (end.argval,)
     return names[:1] if end.opname == "STORE_FAST_LOAD_FAST" else names
 
@@ -161,28 +156,25 @@ def returns(code: types.CodeType) -> bool:
 
 @functools.cache
 def set_anew(kind: Any) -> set[str]:
-    """Returns the attributes that methods set, and never from themselves: what they hold lasts for one call, or can be computed again."""
-    uses = [_uses(one) for one in kind.__mro__]
-    return {key for stored, _ in uses for key in stored} - {key for _, lasting in uses for key in lasting}
+    """Returns the attributes that methods other than constructors set, and never from themselves: what they hold lasts for one call, or can
+    be computed again."""
+    methods = [function for one in kind.__mro__ for name, function in vars(one).items() if name != "__init__"]
+    statements = [statement for function in methods for statement in _statements(code_of(function))]
+    stores = [(loaded, end.argval) for loaded, end in statements if end.opname == "STORE_ATTR"]
+    # `getattr` reads an attribute by a constant.
+    lasting = {name for loaded, name in stores if {f".{name}", f"{_CONSTANT}{name}"} & loaded}
+    return {name for _, name in stores} - lasting
 
 
 @functools.cache
-def _uses(kind: Any) -> tuple[set[str], set[str]]:
-    """Returns the attributes that the methods of a class set, without its constructor, and those that a method sets from themselves."""
-    stored, lasting = set[str](), set[str]()
-    for name, function in vars(kind).items():
-        for loaded, end in _statements(code_of(function)) if name != "__init__" else ():
-            if end.opname == "STORE_ATTR":
-                stored.add(end.argval)
-                # `getattr` reads an attribute by a constant.
-                lasting |= {end.argval} if {f".{end.argval}", f"{_CONSTANT}{end.argval}"} & loaded else set()
-    return stored, lasting
+def _statements(code: types.CodeType | None, uses: bool = False) -> list[tuple[set[str], dis.Instruction]]:
+    """Returns (names and constants that it loads, last instruction) of each statement in a function, or part of one that ends in a jump.
+    A variable of the code itself has `_LOCAL` before its name, a constant `_CONSTANT`, an attribute a dot.
 
-
-def _statements(code: types.CodeType | None) -> Iterator[tuple[set[str], dis.Instruction]]:
-    """Yields (names and constants that it loads, last instruction) of each statement in a function, or part of one that ends in a jump.
-    A variable of the code itself has `_LOCAL` before its name, a constant `_CONSTANT`, an attribute a dot."""
-    loaded: set[str] = set()
+    Args:
+        uses: whether to leave out statements that do not use what they load (`_COLLECTS`).
+    """
+    statements, loaded = list[tuple[set[str], dis.Instruction]](), set[str]()
     codes = [] if code is None else [*codes_of(code)]
     cells = {name for inner in codes for name in inner.co_cellvars}
     for step in (step for inner in codes for step in dis.get_instructions(inner)):
@@ -193,5 +185,7 @@ def _statements(code: types.CodeType | None) -> Iterator[tuple[set[str], dis.Ins
             before = {"ATTR": ".", "METHOD": ".", "CONST": _CONSTANT}.get(kind, _LOCAL if is_local else "")
             loaded.update(f"{before}{name}" for name in names)
         elif step.opname in _ENDS or step.opname.startswith("STORE_") or "JUMP" in step.opname:
-            yield loaded, step
+            if not (uses and step.opname in _COLLECTS):
+                statements.append((loaded, step))
             loaded = {f"{_LOCAL}{step.argval[1]}"} if step.opname == "STORE_FAST_LOAD_FAST" else set()
+    return statements
