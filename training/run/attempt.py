@@ -304,7 +304,7 @@ class Attempt:
             )
         done = run.user_state.steps
         if self._steps == 1:
-            self.unsaved.note_models()
+            self.unsaved.variables.note_models()
         if self._steps == 1 and run.world.live is not None:  # it has shown by now that it computes what the others do
             run.world.live.ready()
         measured = state.clock.measured()

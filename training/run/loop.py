@@ -396,7 +396,7 @@ class Loop:
             return ended
         except NameError as unknown:
             is_after = self.run.resumed and self._epoch_is_through and not self.run.progressed
-            if is_after and self.attempt.unsaved.sets(str(unknown.name)):
+            if is_after and self.attempt.unsaved.variables.sets(str(unknown.name)):
                 raise RuntimeError(
                     f"this start resumes after the last batch of its epoch, so the loop over the batches does not set {unknown.name}: set "
                     "it before this loop. run.loss() is the loss of the last step"

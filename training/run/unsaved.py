@@ -13,7 +13,7 @@ import types
 import zlib
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,7 +34,6 @@ from .replica import tables_of
 from .run import Run
 from .variables import CHOICE, KIND, LIST, Variables, beginning, counting, tables
 
-T = TypeVar("T")
 SCORES = ("accuracy", "loss")
 """Suffixes of logged names whose values must be equal on all ranks. Other numbers may differ: a time, a rate, a memory size."""
 _MENDS = {
@@ -55,7 +54,7 @@ class Unsaved:
         self._run, self._began = run, time.time()
         self.looks = 0
         """Number of saves so far that have run the checks."""
-        self._variables = Variables(run.state)
+        self.variables = Variables(run.state)
         self._resuming = {"epochs", "batches"} if run.resumed else set[str]()
         """The loops that have not begun since the run resumed."""
         self.logged: dict[str, float] = {}
@@ -89,7 +88,7 @@ class Unsaved:
             things = reached(state)
             sentences = [*trained_outside(state, things), *temporary(things, self._run.path, self._began)]
             named = " ".join(["", *sentences])
-            sentences += [_moves(name, one) for name, one in self._variables.moving() if f" {name}[" not in named]
+            sentences += [_moves(name, one) for name, one in self.variables.moving() if f" {name}[" not in named]
             for sentence in sentences:
                 self._run.warn(sentence)
         if world.size > 1 and not is_same_on_all_ranks(mine := self._alike(), world):
@@ -99,7 +98,7 @@ class Unsaved:
 
     def note_variables(self) -> None:
         """Notes the script's variables and its last batch for a checkpoint, or for a replacement rank that joins."""
-        changed = [*self._variables.changed(self.samples, self.given)]
+        changed = [*self.variables.changed(self.samples, self.given)]
         self._moved = {name: text for name, text, is_shared in changed if is_shared}
         noted = {name: text for name, text, _ in changed}
         if self._batch is not None and self._batch[1] == _versions(self._batch[0]):  # else the script has changed it
@@ -108,7 +107,7 @@ class Unsaved:
             noted[_FIRST_BATCH.format(self._run.world.size)] = self._first
         self._batch, self._run.user_state.variables = None, noted
 
-    def noting(self, batches: Iterator[T]) -> Iterator[T]:
+    def noting(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yields the batches of a loader, and notes each for the next save."""
         for batch in batches:
             self._batch = batch, _versions(batch)
@@ -150,10 +149,9 @@ class Unsaved:
             compares: whether the loop continues exactly at the save. Then the script's variables must have their values from the save.
             left: whether the loop may have batches left.
         """
-        run = self._run
-        self._variables.begin()
+        self.variables.begin()
         if over in self._resuming:  # on all ranks: `state_dict()` of a kept object may be a collective
-            self._warn_of(self._variables.differing(run.user_state.variables) if compares else [])
+            self._warn_of(self.variables.differing(self._run.user_state.variables) if compares else [])
             if left and (name := counting()) is not None:
                 self._warn_here(
                     f"{name}() goes over the loop of the {over}, and this start resumes: its count and other iterables begin anew. Use "
@@ -161,25 +159,17 @@ class Unsaved:
                 )
         self._resuming -= {"epochs", "batches"} if compares else {over}
 
-    def note_models(self) -> None:
-        """Notes what the models' attributes hold after the first step."""
-        self._variables.note_models()
-
     def compare_kinds(self) -> None:
         """Warns of chosen objects that differ from the save in the first step, since a script may choose by the epoch or `run.steps`; and
         of functions, classes and hooks that also differ after it, since a step may make them."""
         if self._before:
-            names = self._variables.differing(self._before, KIND)
+            names = self.variables.differing(self._before, KIND)
             if self._apart is None:
-                self._warn_of(self._variables.differing(self._before, CHOICE))
+                self._warn_of(self.variables.differing(self._before, CHOICE))
                 self._apart = names
             else:
                 self._warn_of([name for name in names if name in self._apart])
                 self._before = {}
-
-    def sets(self, name: str) -> bool:
-        """Returns whether a function that has begun a loop sets this variable."""
-        return self._variables.sets(name)
 
     def _warn_of(self, names: list[str]) -> None:
         if names:
@@ -202,14 +192,12 @@ class Unsaved:
         objects = {f"run.keep({name}=…)": _print_of(stateful.state_dict()) for name, stateful in kept.objects.items()}
         values = {f"run.values[{name!r}]": _print_of(value) for name, value in kept.values.items()}
         scores = (*SCORES, Rule.of(self._run.config.checkpoint.keep_best).name)
-        logged = {name: value for name, value in self.logged.items() if name.endswith(scores)}
         moved, self._moved = self._moved, {}
-        variables = {
-            f"the variable {name}": text for name, text in moved.items() if self._variables.is_read(self.code, name)
-        }
+        read = [name for name in moved if self.variables.is_read(self.code, name)]
+        variables = {f"the variable {name}": moved[name] for name in read}
         if self.is_uneven:
             variables |= {_GENERATOR: _generator(), _BEFORE: self._generator}
-        numbers = {f"run.log({name}=…)": f"{value:.4g}" for name, value in logged.items()}
+        numbers = {f"run.log({name}=…)": f"{value:.4g}" for name, value in self.logged.items() if name.endswith(scores)}
         return {**objects, **values, **variables, **numbers}
 
     def compare_tables(self, made: Collection[Any]) -> None:
@@ -358,17 +346,13 @@ def trained_outside(state: TrainState, reached: Sequence[Reached]) -> list[str]:
     learned = used | {p for p in names if p.requires_grad and p.is_leaf and p.grad is not None}
     of_rank = storages(_states_of(user_state.rank_objects))
     held = storages([_states_of(user_state.objects), dict(user_state.values)])
-    outside = {
-        names.get(p, f"a parameter of shape {list(p.shape)}"): p
-        for p in learned - {*known.values()}
-        if storage(p) not in of_rank
-    }
+    strange = [p for p in learned - {*known.values()} if storage(p) not in of_rank]
+    outside = {names.get(p, f"a parameter of shape {list(p.shape)}"): p for p in strange}
     every = all_gather_trees({name: fingerprint(nn.ParameterList([p])) for name, p in outside.items()}, state.world)
     for name, parameter in sorted(outside.items()):
         apart = len({prints.get(name, every[0].get(name)) for prints in every}) > 1
         lost = parameter in used and storage(parameter) not in held
-        if apart or lost:
-            problems = ["differs between the ranks"] * apart + ["is in no checkpoint"] * lost
+        if problems := ["differs between the ranks"] * apart + ["is in no checkpoint"] * lost:
             sentences.append(
                 f"{name} is trained, and belongs to no replicated model: it {' and '.join(problems)}. Make it a parameter of the model "
                 "before run.replicate()"
