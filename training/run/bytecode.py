@@ -19,7 +19,7 @@ from torch import nn
 
 from .undo import codes_of
 
-_CONSTANTS = (type(None), bool, int, float, str, bytes)
+PLAIN = (type(None), bool, int, complex, str, bytes)
 _ENDS = ("POP_TOP", "RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "YIELD_VALUE")
 """Instructions that end a statement."""
 _COLLECTS = ("POP_TOP", "STORE_SUBSCR")
@@ -34,7 +34,7 @@ class Kind(str):
 def kind_of(value: Any) -> Kind | None:
     """Returns a text for a function, a class, or a module without numbers; None: the value is another one."""
     value, kind = unwrapped(value), type(value)
-    if issubclass(kind, nn.Module) and not has_no_tensor(value):
+    if issubclass(kind, nn.Module) and not (has_no_parameter(value) and next(value.buffers(), None) is None):
         return None
     if kind in (functools.partial, types.MethodType):
         return kind_of(innermost(value))
@@ -42,12 +42,8 @@ def kind_of(value: Any) -> Kind | None:
         return None
     about, code = kind if issubclass(kind, nn.Module) else value, code_of(value)
     name = f"{getattr(about, '__module__', '')}.{getattr(about, '__qualname__', '')}"
-    constants = [] if code is None else [one for one in code.co_consts if issubclass(type(one), _CONSTANTS)]
+    constants = [] if code is None else [one for one in code.co_consts if issubclass(type(one), (*PLAIN, float))]
     return Kind(f"{name} {'' if code is None else zlib.crc32(code.co_code)} {constants} {code and code.co_names}")
-
-
-def has_no_tensor(module: nn.Module) -> bool:
-    return has_no_parameter(module) and next(module.buffers(), None) is None
 
 
 def has_no_parameter(module: nn.Module) -> bool:

@@ -24,6 +24,7 @@ from .. import generators
 from ..checkpoint.state import TrainState
 from ..parallel.names import plain, plain_name
 from .bytecode import (
+    PLAIN,
     Kind,
     code_of,
     has_no_parameter,
@@ -41,7 +42,6 @@ from .undo import codes_of, is_of_script, root_of
 MOST, LEVELS, DEPTH, ITEMS = 5000, 8, 4, 100
 """Limits: objects to inspect, levels of the script's objects below a variable, levels of other objects and of lists and dictionaries, items
 at each end of a list or dictionary."""
-PLAIN = (type(None), bool, int, complex, str, bytes)
 SEQUENCES = (list, tuple, deque)
 _SET_BY_TORCH = ("_zero_grad_profile_name", "_opt_called", "_step_count")
 _OF_OPTIMIZER = {*torch.optim.Optimizer.__init__.__code__.co_names, *_SET_BY_TORCH, "step", "add_param_group", "sync"}
@@ -90,12 +90,11 @@ def reached(
             these, if they lead to it, too. None: all are bound.
     """
     named = ((name, value) for names in spaces(of) for name, value in names.items() if name != "_" and name[:2] != "__")
-    optimizers = {} if state is None else state.optimizers
     of_optimizers = (
         (f"{name}.{key}", value)
-        for name, optimizer in optimizers.items()
-        for key, value in (vars(optimizer).items() if is_of_script(root_of(optimizer)) else ())
-        if key not in _OF_OPTIMIZER
+        for name, optimizer in ({} if state is None else state.optimizers).items()
+        for key, value in vars(optimizer).items()
+        if key not in _OF_OPTIMIZER and is_of_script(root_of(optimizer))
     )
     with contextlib.suppress(Exception):  # a property, or a subclass of a tensor or a dictionary, may raise anything
         lasting, others = list[tuple[str, Any]](), list[tuple[str, Any]]()
@@ -174,8 +173,6 @@ def _inside(name: str, value: Any) -> list[tuple[str, Any]]:
         return [*_cells(name, value), *own, *_globals_of(value)]
     if issubclass(type(value), types.MethodType):
         return [(f"{name}.__self__", value.__self__), (f"{name}.__func__", value.__func__)]
-    if issubclass(type(value), functools.partial):
-        return [(f"{name}.func", value.func), (f"{name}.args", value.args), (f"{name}.keywords", value.keywords)]
     if issubclass(type(value), ContextVar):
         return [(f"{name}.get()", value.get(None))]
     if issubclass(type(value), dict):

@@ -35,9 +35,9 @@ from ..checkpoint.state import TrainState
 from ..parallel.packing import storage, storages
 from ..resilience.closeness import sums_of_bits
 from .bytecode import (
+    PLAIN,
     Kind,
     code_of,
-    has_no_tensor,
     kind_of,
     reads,
     returns,
@@ -46,7 +46,7 @@ from .bytecode import (
     spaces,
     stored,
 )
-from .contents import DEPTH, ITEMS, PLAIN, SEQUENCES, Reached, Same, built, in_models, reached
+from .contents import DEPTH, ITEMS, SEQUENCES, Reached, Same, built, in_models, reached
 from .proof import has_bytes
 from .undo import codes_of, is_of_script, root_of
 
@@ -58,6 +58,7 @@ _SAMPLE = 1 << 16
 """Numbers of a tensor or an array that a digest reads, evenly spaced, or the first ones of each dimension (`beginning`)."""
 _BYTES = (bytearray, array.array, ctypes._SimpleCData, ctypes.Array, io.BytesIO)
 _COUNTING = (enumerate, zip, map, itertools.islice)
+_NO_OBJECTS = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
 KIND = "kind "
 """The beginning of the digest of something that has no state: a function, a class, or a module without numbers."""
 CHOICE = f"{KIND}of "
@@ -67,6 +68,9 @@ _OBJECT = " (object)"
 _ITERATOR = "an iterator"
 """The digest of any iterator, whose position cannot be seen. It begins anew in each start."""
 _BEGAN = time.time(), time.perf_counter(), time.monotonic()
+
+Marks = dict[str, tuple[Any, Any]]
+"""Name → (value, mark)."""
 
 
 class Mark(NamedTuple):
@@ -91,7 +95,7 @@ class Variables:
         """(name, identity) of the script's variables where the loop begins."""
         self._names: list[str] = []
         """The names of the script's values where the loop begins, in their order (`begin`)."""
-        self._start = {name: mark for name, _, mark in self._marks(_held(state))}
+        self._start = {name: mark for name, (_, mark) in self._marks(_held(state)).items()}
         self._loop = dict[str, Any]()
         """Marks of the values where the loop begins."""
         self._in_models = dict[str, Any]()
@@ -102,17 +106,15 @@ class Variables:
         self._functions |= {frame.f_code for frame in running()}
         if self._bound is None:
             self._bound = {(name, id(value)) for space in spaces(self._functions) for name, value in space.items()}
-            things = reached(self._state, self._functions)
-            self._names = list(dict.fromkeys(one.name for one in things if one.is_own))
-            choices = {name: mark for name, (_, mark) in self._choices(things).items()}
-            self._start |= choices
-            self._loop = {name: mark for name, (_, mark) in _marked(things, _held(self._state)).items()} | choices
+            self._names = list(dict.fromkeys(one.name for one in reached(self._state, self._functions) if one.is_own))
+            self._loop = {name: mark for name, (_, mark) in self._marks(_held(self._state)).items()}
+            self._start |= {name: mark for name, mark in self._loop.items() if name.endswith(_OBJECT)}
 
     def note_models(self) -> None:
         """Notes the attributes of models and optimizers. A first pass may set some, such as a table of positions."""
-        self._in_models = {name: mark for name, _, mark in self._model_marks(_held(self._state))}
+        self._in_models = {name: mark for name, (_, mark) in self._model_marks(_held(self._state)).items()}
 
-    def changed(self, samples: int, batch: Any = None) -> Iterator[tuple[str, str, bool]]:
+    def changed(self, samples: int, batch: Any) -> Iterator[tuple[str, str, bool]]:
         """Yields (name, digest, whether ranks must agree on the value) of each iterator, and of each variable that has changed since the
         start of the attempt. Ranks must agree on a number, tensor, array, list or dictionary from before the loop that is no batch, if the
         function of a step reads it (`is_read`).
@@ -121,18 +123,19 @@ class Variables:
             samples: as many entries as a tensor of the rank's last batch has.
             batch: the batch that the loop has just given to the script, whose variables last for one batch.
         """
-        marks = self._model_marks(held := _held(self._state))
-        for name, value, mark in marks:
+        held = _held(self._state)
+        for name, (value, mark) in self._model_marks(held).items():
             if mark != self._in_models.get(name, mark) and (text := _digest(value, held)) is not None:
                 yield name, text, False
         given = {id(leaf) for leaf in tree_leaves(batch) if not issubclass(type(leaf), (*PLAIN, float))}
-        for name, value, mark in self._marks(held):
+        for name, (value, mark) in self._marks(held).items():
             has_changed = id(value) not in given and (mark == _ITERATOR or mark != self._start.get(name))
             if has_changed and (text := _digest(value, held)) is not None:
                 carries = issubclass(type(value), (int, float)) or not _is_batch(value, samples)
                 yield name, text, carries and name in self._loop
 
     def sets(self, name: str) -> bool:
+        """Returns whether a function that has begun a loop sets this variable."""
         return any(name in stored(code) for code in self._functions)
 
     def is_read(self, code: types.CodeType | None, name: str) -> bool:
@@ -161,8 +164,8 @@ class Variables:
         if not before:
             return []
         held = _held(self._state)
-        marks = [*self._marks(held), *self._model_marks(held)]
-        now = {name: (value, _digest(value, held)) for name, value, _ in marks if name in before}
+        marks = self._marks(held) | self._model_marks(held)
+        now = {name: (value, _digest(value, held)) for name, (value, _) in marks.items() if name in before}
         others = [
             name
             for name, (value, text) in now.items()
@@ -178,28 +181,23 @@ class Variables:
             of_another: names of functions and modules, which are compared by themselves.
         """
         holder, _, attribute = name.rpartition(".")
-        if holder in of_another:
-            return False
-        kind: Any = self._kinds.get(holder)
-        is_object = kind is not None and not issubclass(
-            kind, (types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
-        )
-        with contextlib.suppress(TypeError):  # the class has no hash
-            return is_object and attribute not in set_anew(kind)
+        kind: Any = None if holder in of_another else self._kinds.get(holder)
+        with contextlib.suppress(TypeError):  # the class has no hash, or there is no object
+            return not issubclass(kind, _NO_OBJECTS) and attribute not in set_anew(kind)
         return False
 
     def moving(self) -> Iterator[tuple[str, Any]]:
         """Yields the name and value of each generator that has drawn, and of each tensor, or object of tensors, that has changed in
         place since the loop began. Of single tensors only the first: a tensor that accumulates may be set to zero before it is read."""
         has_tensor = False
-        for name, value, mark in self._marks(_held(self._state)):
+        for name, (value, mark) in self._marks(_held(self._state)).items():
             is_tensor = issubclass(type(value), torch.Tensor)
             if _has_moved(self._loop.get(name), mark) and not (is_tensor and has_tensor):
                 has_tensor |= is_tensor
                 yield name, value
 
-    def _marks(self, held: set[int | None]) -> list[tuple[str, Any, Any]]:
-        """Returns (name, value, mark) of each value that no checkpoint holds. Two marks are equal if the value has not changed.
+    def _marks(self, held: set[int | None]) -> Marks:
+        """Returns the marks of the values that no checkpoint holds. Two marks are equal if the value has not changed.
 
         Args:
             held: the tensors and generators that a checkpoint holds (`_held`).
@@ -208,16 +206,15 @@ class Variables:
         with contextlib.suppress(Exception):  # as in `reached`
             things += built(self._state)
         self._kinds = {name: type(value) for name, value, *_ in things if type(value) is not Same}
-        marks = _marked(things, held) | self._choices(things)
-        return [(name, value, mark) for name, (value, mark) in marks.items()]
+        return _marked(things, held) | self._choices(things)
 
-    def _model_marks(self, held: set[int | None]) -> list[tuple[str, Any, Any]]:
-        """Returns (name, value, mark) of the state in plain attributes of models and optimizers."""
+    def _model_marks(self, held: set[int | None]) -> Marks:
+        """Returns the marks of the state in plain attributes of models and optimizers."""
         with contextlib.suppress(Exception):  # as in `reached`
-            return [(name, value, mark) for name, (value, mark) in _marked(in_models(self._state), held).items()]
-        return []
+            return _marked(in_models(self._state), held)
+        return {}
 
-    def _choices(self, things: list[Reached]) -> dict[str, tuple[Same, Any]]:
+    def _choices(self, things: list[Reached]) -> Marks:
         """Returns name and `_OBJECT` → (first name, mark) of each object that has several of the names in `_names`: a script may choose
         one of its objects. An object is left out if a name leads to it and to others, in several functions."""
         shared = {value.of for _, value, *_ in things if type(value) is Same}
@@ -233,9 +230,9 @@ class Variables:
         return {f"{name}{_OBJECT}": (one, one.name) for name, one in same.items()}
 
 
-def _marked(things: Iterable[Reached], held: set[int | None]) -> dict[str, tuple[Any, Any]]:
-    """Returns name → (value, mark) of the values that are compared by themselves, and that no checkpoint holds."""
-    marks: dict[str, tuple[Any, Any]] = {}
+def _marked(things: Iterable[Reached], held: set[int | None]) -> Marks:
+    """Returns the marks of the values that are compared by themselves, and that no checkpoint holds."""
+    marks: Marks = {}
     for name, value, is_own, is_part in things:
         kind = type(value)
         by_itself = issubclass(kind, (torch.Tensor, np.ndarray, nn.Module, *_BYTES)) or generators.is_generator(value)
@@ -265,7 +262,7 @@ def tables(state: TrainState | None = None) -> dict[str, str]:
     held, digests = set[int | None]() if state is None else _held(state), dict[str, str]()
     for name, value, *_ in reached(state):
         with contextlib.suppress(Exception):  # an object of the script may raise anything
-            is_module = issubclass(type(value), nn.Module) and not has_no_tensor(value)
+            is_module = issubclass(type(value), nn.Module) and kind_of(value) is None
             if (is_module or is_table(value)) and (plain := _print(value, held, beginning)) is not None:
                 shape = "" if is_module else getattr(value, "shape", f"{LIST} of {len(value)}")
                 digests.setdefault(name, f"{shape}:{zlib.crc32(repr(plain).encode())}")
@@ -295,12 +292,8 @@ def _is_running(iterator: Any) -> bool:
     return any(generator.gi_running for generator in _generators(iterator))
 
 
-def _has_ended(iterator: Any) -> bool:
-    """Returns whether an iterator is a generator that has ended, or takes its items from one, such as the parameters of an optimizer."""
-    return any(generator.gi_frame is None for generator in _generators(iterator))
-
-
 def _generators(iterator: Any) -> list[types.GeneratorType[Any, Any, Any]]:
+    """Returns the generators from which an iterator takes its items, or itself, if it is one."""
     inner = [iterator, *gc.get_referents(iterator)]
     inner += [item for held in inner if type(held) is tuple for item in held]  # of zip and map
     return [item for item in inner if type(item) is types.GeneratorType]
@@ -328,8 +321,8 @@ def _print(value: Any, held: set[int | None], leaf: Callable[[Any], Any], depth:
         depth: levels of lists and dictionaries to read.
     """
     kind = type(value)
-    if kind is Kind:
-        return f"{KIND}{value}"
+    if (about := value if kind is Kind else kind_of(value)) is not None:
+        return Kind(f"{KIND}{about}")
     if issubclass(kind, (str, bytes)):
         return [len(value), repr(value[:1000])]
     if issubclass(kind, PLAIN):
@@ -346,8 +339,6 @@ def _print(value: Any, held: set[int | None], leaf: Callable[[Any], Any], depth:
         return [value.shape, zlib.crc32(value.flat[:: _stride(value.size)].tobytes())]
     if generators.is_generator(value):
         return None if id(value) in held else leaf(value)
-    if (about := kind_of(value)) is not None:
-        return f"{KIND}{about}"
     if issubclass(kind, nn.Module):
         is_constructed = "_modules" in vars(value)
         tensors = [*value.parameters(), *value.buffers()] if is_constructed else []
@@ -358,7 +349,8 @@ def _print(value: Any, held: set[int | None], leaf: Callable[[Any], Any], depth:
     if _is_iterator(kind):
         if issubclass(kind, io.IOBase):  # what a script writes is no state
             return _position_in(value) if value.readable() and not value.writable() else None
-        return None if _has_ended(value) else _position(value)
+        # One that has ended is no state, such as the parameters of an optimizer.
+        return None if any(one.gi_frame is None for one in _generators(value)) else _position(value)
     if not depth or not issubclass(kind, (dict, set, frozenset, *SEQUENCES)):
         return None
     count, most = len(value), max(1, ITEMS // 10 ** (DEPTH - depth))  # fewer of each inner one
@@ -416,7 +408,7 @@ def _mark(value: Any) -> Mark:
             few = repr(value.detach()[some].tolist())
         return Mark(WeakIdRef(value), (value._version, few))
     seed = value.initial_seed() if isinstance(value, torch.Generator) else None
-    return Mark((id(value), seed), generators.comparable(generators.state_of(value)))
+    return Mark((id(value), seed), generators.comparable_state(value))
 
 
 def beginning(value: Any) -> Any:
@@ -432,7 +424,7 @@ def _contents(value: Any) -> Any:
     if issubclass(type(value), torch.Tensor):
         sample = value.detach().reshape(-1)[:: _stride(value.numel())]
         return [str(value.dtype), [*value.shape], sums_of_bits([sample]).tolist()]
-    return generators.comparable(generators.state_of(value))
+    return generators.comparable_state(value)
 
 
 def _digest(value: Any, held: set[int | None]) -> str | None:
@@ -443,15 +435,11 @@ def _digest(value: Any, held: set[int | None]) -> str | None:
         plain = _print(value, held, _contents)
     if plain in (None, _ITERATOR):
         return plain
-    return (KIND if _is_kind(plain) else "") + str(zlib.crc32(repr(plain).encode()))
+    return (KIND if type(plain) is Kind else "") + str(zlib.crc32(repr(plain).encode()))
 
 
 def _sort_of(text: str) -> str:
     return next((sort for sort in (CHOICE, KIND) if text.startswith(sort)), "")
-
-
-def _is_kind(plain: Any) -> bool:
-    return type(plain) is str and plain.startswith(KIND)
 
 
 def _has_moved(before: Any, now: Any) -> bool:
