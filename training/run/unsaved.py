@@ -72,7 +72,7 @@ class Unsaved:
         self._before = run.user_state.variables if run.resumed else {}
         """The digests in the checkpoint, until `compare_kinds` has compared them."""
         self._apart: list[str] | None = None
-        """Names of functions, classes and hooks that the first step has found."""
+        """Names of the functions, classes and hooks that differ in the first step; None: no step has compared them."""
         self._moved: dict[str, str] = {}
         """Variable that this rank has changed, and that ranks must agree on, from `note_variables` to the next look → digest."""
         self.is_uneven = False

@@ -164,8 +164,7 @@ class Variables:
         if not before:
             return []
         held = _held(self._state)
-        # Without the numbers of tensors, which a GPU would have to send.
-        marks = self._marks(held, id) | self._model_marks(held, id)
+        marks = self._marks(held) | self._model_marks(held)
         now = {name: (value, _digest(value, held)) for name, (value, _) in marks.items() if name in before}
         others = [
             name
@@ -197,23 +196,22 @@ class Variables:
                 has_tensor |= is_tensor
                 yield name, value
 
-    def _marks(self, held: set[int | None], leaf: Callable[[Any], Any] | None = None) -> Marks:
+    def _marks(self, held: set[int | None]) -> Marks:
         """Returns the marks of the values that no checkpoint holds. Two marks are equal if the value has not changed.
 
         Args:
             held: the tensors and generators that a checkpoint holds (`_held`).
-            leaf: prints a tensor or a generator; None: `_mark`.
         """
         things = reached(self._state, self._functions, self._bound)
         with contextlib.suppress(Exception):  # as in `reached`
             things += built(self._state)
         self._kinds = {name: type(value) for name, value, *_ in things if type(value) is not Same}
-        return _marked(things, held, leaf) | self._choices(things)
+        return _marked(things, held) | self._choices(things)
 
-    def _model_marks(self, held: set[int | None], leaf: Callable[[Any], Any] | None = None) -> Marks:
+    def _model_marks(self, held: set[int | None]) -> Marks:
         """Returns the marks of the state in plain attributes of models and optimizers."""
         with contextlib.suppress(Exception):  # as in `reached`
-            return _marked(in_models(self._state), held, leaf)
+            return _marked(in_models(self._state), held)
         return {}
 
     def _choices(self, things: list[Reached]) -> Marks:
@@ -232,7 +230,7 @@ class Variables:
         return {f"{name}{_OBJECT}": (one, one.name) for name, one in same.items()}
 
 
-def _marked(things: Iterable[Reached], held: set[int | None], leaf: Callable[[Any], Any] | None) -> Marks:
+def _marked(things: Iterable[Reached], held: set[int | None]) -> Marks:
     """Returns the marks of the values that are compared by themselves, and that no checkpoint holds."""
     marks: Marks = {}
     for name, value, is_own, is_part in things:
@@ -242,7 +240,7 @@ def _marked(things: Iterable[Reached], held: set[int | None], leaf: Callable[[An
             continue  # a dataset may look for each sample in its file
         if name not in marks and (is_own or (_is_iterator(kind) if is_part else by_itself)):
             with contextlib.suppress(Exception):  # an object of the script may raise anything
-                if (mark := _print(value, held, leaf or _mark)) is not None:
+                if (mark := _print(value, held, _mark)) is not None:
                     marks[name] = value, mark
     return marks
 
