@@ -1,8 +1,9 @@
 """The content of a checkpoint: `gather` collects it from the ranks, and `scatter` distributes it to them again.
 
-A gathered state is `{"shared": …, "ranks": [{"rng", "buffers", "average_buffers", "losses", "last", "sync"}, …]}`. Parameters, optimizer
-and cursor are the same on all ranks; batch statistics, generators and a strategy's own state are not. Parameters, and what
-the optimizer keeps for them, are keyed by name. A parameter that several modules share is stored once; `aliases` has its other names.
+A gathered state is `{"shared": …, "ranks": [{"rng", "buffers", "extra", "average_buffers", "losses", "last", "sync"}, …]}`. Parameters,
+optimizer and cursor are the same on all ranks; batch statistics, `get_extra_state` of modules, generators and a strategy's own state are
+not. Parameters, and what the optimizer keeps for them, are keyed by name. A parameter that several modules share is stored once; `aliases`
+has its other names.
 """
 
 from __future__ import annotations
@@ -257,12 +258,14 @@ def gather(state: TrainState) -> dict[str, Any] | None:
     rank_state: dict[str, Any] = {
         "rng": state.user_state.cursor_generators or state.user_state.capture(state.world.device),
         "buffers": _buffers(state.model),
+        "extra": {name: module.get_extra_state() for name, module in _with_extra_state(state.model).items()},
         "average_buffers": _buffers(state.ema.average) if state.ema else {},
         "losses": state.losses,
         "last": state.last[:2],
         "sync": state.sync.state_dict(),
         "kept": state.user_state.rank_state(),
     }
+    check_tree(rank_state["extra"], "get_extra_state() of the model's module ")
     ranks = gather_trees(rank_state, state.world)
     model = state.sync.full_parameters(state.model)
     average = state.sync.full_parameters(state.ema.average) if state.ema else {}
@@ -301,6 +304,13 @@ def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     return plain(model, dict(model.named_buffers()))
 
 
+def _with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
+    """Returns the modules with a state besides parameters and buffers, by name."""
+    plain_state = nn.Module.get_extra_state
+    named = {name: module for name, module in model.named_modules() if type(module).get_extra_state is not plain_state}
+    return plain(model, named)
+
+
 def _transient(model: nn.Module) -> list[str]:
     """Returns the buffers that the model's `state_dict` leaves out."""
     return [
@@ -313,9 +323,9 @@ def _transient(model: nn.Module) -> list[str]:
 def scatter(gathered: dict[str, Any] | None, state: TrainState, source: int = 0) -> list[str]:
     """Restores every rank from its part of the gathered state, which rank `source` has read from a checkpoint. Collective.
 
-    If the world size has changed, every rank gets the mean of the saved batch statistics. Generators keep their fresh values, or under
-    `exact` get those of rank 0. Generators of the script that are the same on all ranks get their states. A strategy merges the saved
-    ranks' states as far as it can (`merged_state`).
+    If the world size has changed, every rank gets the mean of the saved batch statistics, and rank 0's extra state of modules. Generators
+    keep their fresh values, or under `exact` get those of rank 0. Generators of the script that are the same on all ranks get their states.
+    A strategy merges the saved ranks' states as far as it can (`merged_state`).
 
     Returns:
         The names of the script's saved generators that are not restored.
@@ -365,6 +375,10 @@ def scatter(gathered: dict[str, Any] | None, state: TrainState, source: int = 0)
     _copy(rank_state["buffers"], _buffers(state.model))
     if state.ema:
         _copy(rank_state["average_buffers"], _buffers(state.ema.average))
+    extra = _with_extra_state(state.model)
+    _check_names(extra, rank_state["extra"], "the extra state of the module ")
+    for name, module in extra.items():
+        module.set_extra_state(rank_state["extra"][name])
     return anew
 
 
@@ -387,7 +401,7 @@ def _merged(ranks: list[dict[str, Any]], sync: GradientSync) -> dict[str, Any]:
             "average_buffers": mean_of([rank["average_buffers"] for rank in ranks]),
             "sync": sync.merged_state([rank["sync"] for rank in ranks]), "misfit": None,
             "own": {name: saved if name in alike else None for name, saved in first.items()},
-            "rng": ranks[0]["rng"], "epoch_generators": ranks[0]["kept"]["epoch_generators"],
+            "rng": ranks[0]["rng"], "extra": ranks[0]["extra"], "epoch_generators": ranks[0]["kept"]["epoch_generators"],
         }  # fmt: skip
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError) as error:
         return {"misfit": f"{type(error).__name__}: {error}"}

@@ -426,7 +426,7 @@ class _Names:
         model/conv1.weight                       a parameter.
         average/conv1.weight                     its average.
         optim/conv1.weight/momentum_buffer       the optimizer's state for it.
-        ranks/0/buffers/norm.running_mean        state of rank 0 alone: buffers, average_buffers, rng, losses, last, sync.
+        ranks/0/buffers/norm.running_mean        state of rank 0 alone: buffers, extra, average_buffers, rng, losses, last, sync.
 
     The plain values around them keep the structure of the state, with `{"$tensor": NAME}` in the place of each tensor.
     """
