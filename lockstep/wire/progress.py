@@ -159,15 +159,19 @@ class RankProgress:
     about: RunInfo
 
 
-def seen(folder: Path, rank: int) -> RankProgress | None:
-    """Reads the progress of a rank; None: the rank has written none, or ends."""
+def seen(folder: Path, rank: int, also_ending: bool = False) -> RankProgress | None:
+    """Reads the progress of a rank; None: the rank has written none, or it ends.
+
+    Args:
+        also_ending: reads that of a rank that ends, too. Its last checkpoint may still be on its way to a bucket.
+    """
     try:
         data = (folder / f"progress-{rank}").read_bytes()
         pid, thread, done, steps, of_attempt = _COUNTS.unpack_from(data)
         about = RunInfo(**json.loads(data[_COUNTS.size :]))
     except (OSError, struct.error, ValueError, TypeError):
         return None
-    return RankProgress(pid, thread, done, steps, of_attempt, about) if pid else None
+    return RankProgress(pid, thread, done, steps, of_attempt, about) if pid or also_ending else None
 
 
 @dataclass(frozen=True)

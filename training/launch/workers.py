@@ -304,7 +304,7 @@ class WorkerGroup:
         """Returns `grace`, which becomes that of the run here if this is longer and the flag does not say otherwise."""
         if self.args.grace is None:
             folder = Path(os.environ[ENV_NOTE]).parent
-            shown = [seen(folder, worker.rank) for worker in self.workers.running]
+            shown = [seen(folder, worker.rank, also_ending=True) for worker in self.workers.running]
             self.grace = max([self.grace, *(rank.about.grace for rank in shown if rank is not None)])
         return self.grace
 

@@ -83,15 +83,16 @@ def test_a_name_moves_no_cursor(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_ranks_have_as_long_as_their_run_asks_for(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flag: int | None, grace: float
 ) -> None:
-    """A script sets its grace. The launcher, which has no flag for it, waits as long before it kills."""
+    """A script sets its grace. The launcher, which has no flag for it, waits as long before it kills, also when the session has ended: its
+    last checkpoint may still be on its way to a bucket."""
     environment = {ENV_NOTE: str(tmp_path / "note")}
     monkeypatch.setitem(os.environ, ENV_NOTE, environment[ENV_NOTE])
     shown = Progress(0, RunInfo(str(tmp_path), 1, 1, ends=False, grace=100.0), environment)
     args = argparse.Namespace(grace=flag, command=["sleep", "600"], prefix=False, ours=False)
     group = WorkerGroup(args, Meeting("", "", "", "", 1, 0, host=True), Attempts(None, 0), Hangs(tmp_path))
+    shown.close()
     try:
         group.workers.match([WorkerId(0, 0)], 0, {"PATH": os.defpath})
         assert group._look_for_grace() == grace
     finally:
         group.workers.kill(group.workers.running)
-        shown.close()
