@@ -45,7 +45,7 @@ def state_of(generator: Any) -> Any:
         return [version, torch.tensor(numbers, device="cpu"), gauss]  # in place of 625 numbers
     if isinstance(generator, np.random.RandomState):
         return _plain(generator.get_state(legacy=False))
-    return _plain(generator.bit_generator.state)
+    return {"children": _children(generator), **_plain(generator.bit_generator.state)}
 
 
 def comparable(state: Any) -> Any:
@@ -67,8 +67,16 @@ def set_state(generator: Any, state: Any) -> None:
         generator.setstate((version, tuple(torch.as_tensor(numbers).tolist()), gauss))
     elif isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
+        seeds: Any = generator.bit_generator.seed_seq
+        if (missing := state["children"] - _children(generator)) > 0:
+            seeds.spawn(missing)
     else:
         generator.set_state(state)
+
+
+def _children(generator: np.random.Generator) -> int:
+    """Returns the number of generators that `spawn` has made from the seeds of this one."""
+    return getattr(generator.bit_generator.seed_seq, "n_children_spawned", 0)
 
 
 def _plain(state: Any) -> Any:

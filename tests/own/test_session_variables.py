@@ -12,7 +12,7 @@ from tests.own.job import script
 pytestmark = pytest.mark.promise("session-resume")
 
 CODE = """
-import argparse, contextvars, copy, functools, io, itertools, multiprocessing, os, random, sys, time, types, numpy as np, torch
+import argparse, collections, contextvars, copy, functools, io, itertools, multiprocessing, os, random, sys, time, types, numpy as np, torch
 from lockstep import Session
 sys.path.insert(0, sys.argv[1])
 import helper_of_a_script as helper
@@ -55,6 +55,15 @@ def rough(optimizer):
         nonlocal t
         optimizer.param_groups[0]["lr"], t = 0.1 * gen.random() / (1 + t), t + 1
     optimizer.register_step_pre_hook(hook)
+class Partial:
+    def __init__(self):
+        self.total, self.heat, self.last = 0.0, 1.0, 0.0
+    def add(self, value):
+        self.total, self.heat, self.last = self.total + value, self.heat * 0.9, value
+    def state_dict(self):
+        return {"total": self.total}
+    def load_state_dict(self, state):
+        self.total = state["total"]
 class Net(torch.nn.Linear):
     last, scale = None, 1.0
     def forward(self, x):
@@ -80,6 +89,8 @@ def train(kind, run, steps):
     slots.n = 0
     other = itertools.cycle([1, 2]) if kind == "drawn" else None
     weights, noise, best, clock = {name: p.detach().clone() for name, p in net.named_parameters()}, random.Random(3), None, time.time()
+    partial, spawned = Partial(), np.random.default_rng(2)
+    run.keep(partial=partial, spawned=spawned)
     read, network, tries = torch.utils.data.DataLoader([1.0, 2.0]), net, run.values.get("tries", 0)
     box, text, log = io.BytesIO(), open(helper.__file__, "rb"), open(f"{sys.argv[1]}/log-{run.rank}", "a")
     ended = filter(None, (number for number in (1, 2)))
@@ -89,6 +100,9 @@ def train(kind, run, steps):
     easy, every, soft, hard_loss = [0, 1], [0, 1, 2], torch.nn.HuberLoss(delta=2.0), torch.nn.HuberLoss()
     pool, active, view, alone, critic = easy, soft, easy, torch.nn.L1Loss(), soft
     net.act, meter.transform, criterion, tuned, rows, early = torch.nn.Tanh(), torch.abs, torch.sin, torch.sin, iter(read), torch.sin
+    children = {net.weight: types.SimpleNamespace(n=0)}
+    seeds, table, places, window = np.random.SeedSequence(1), np.ones([70000, 2]), torch.arange(20), collections.deque([Slots()], 4)
+    ema.scale, window[0].n, seen_before, ages = 1.0, 0, set(range(300)), [0.0] * 300
     for epoch in (number for _, number in enumerate(run.epochs(steps=steps))) if kind == "epochs" else run.epochs(steps=steps):
         early = torch.cos  # anew in each epoch
         hard = data[model(data).argsort(0)[:4, 0]].clone() if kind == "hard" else data[epoch : epoch + 4]
@@ -139,6 +153,15 @@ def train(kind, run, steps):
                 net.act, meter.transform, criterion = torch.nn.ReLU(), Meter.add, functools.partial(torch.clamp, min=0.5)
                 net.register_forward_hook(lambda module, args, output: output * 2)
                 tuned = (lambda factor: lambda x: x * factor)(2.0)
+            elif kind == "further":
+                partial.add(1.0)
+                ema.scale *= 2
+                children[net.weight].n += 1
+                window[0].n += 1
+                seeds.spawn(1), spawned.spawn(1)
+                table[:, 1] *= 0.5
+                ages[150] += 1
+                places, seen_before = places.roll(1), {number + 1 for number in seen_before}
             elif kind == "calm":
                 clock, run.values["tries"] = time.time(), run.values.get("tries", 0) + 1
                 tries = run.values["tries"]
@@ -161,6 +184,8 @@ NAMED = {
     "files": {"box", "text"}, "epochs": {"enumerate"},
     "swapped": {"model (class, functions or hooks)", "module act (class, functions or hooks)", "meter.transform", "criterion", "tuned"},
     "chosen": {"pool", "active", "stats", "draw", "alone", "critic"}, "enumerate": {"enumerate"}, "zip": {"zip"}, "calm": set(),
+    "further": {"attribute partial.heat", "attribute ema.scale", "children.values()[0].n", "window[0].n", "seeds", "table", "places",
+                "seen_before", "ages"},
 }  # fmt: skip
 
 
@@ -179,9 +204,10 @@ ONLY = {"hard": "middle", "enumerate": "middle", "zip": "middle", "grown": "late
 def test_a_start_that_resumes_names_the_variables_that_do_not(tmp_path: Path) -> None:
     """Each of these has another value than at the save, in the middle of an epoch or at its end: counters, lists, averages, objects,
     copies of the weights, also in a file in memory, generators, iterators, the position in a file, functions, classes and hooks, lists
-    and objects that the loop chooses, what an epoch computes from the weights, the model's attributes, and what objects of Python, torch
-    and numpy hold. Batches, the time, the last activation, a model for evaluation, an iterator that has ended, or has not begun, what
-    each epoch sets, and what the script restores itself are not named."""
+    and objects that the loop chooses, what an epoch computes from the weights, the model's attributes, and what objects of Python,
+    torch and numpy hold; of kept objects what their state leaves out, of other networks their attributes. Batches, the time, the last
+    activation, a model for evaluation, an iterator that has ended, or has not begun, what each epoch sets, and what the script restores
+    itself are not named."""
     (tmp_path / "helper_of_a_script.py").write_text(HELPER)
     runs = [
         (kind, plan)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import enum
 import functools
 import gc
 import inspect
@@ -19,7 +20,7 @@ from torch import nn
 
 from .undo import codes_of
 
-PLAIN = (type(None), bool, int, complex, str, bytes)
+PLAIN = (type(None), bool, int, complex, str, bytes, enum.Enum)
 _ENDS = ("POP_TOP", "RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "YIELD_VALUE")
 """Instructions that end a statement."""
 _COLLECTS = ("POP_TOP", "STORE_SUBSCR")
@@ -48,6 +49,10 @@ def kind_of(value: Any) -> Kind | None:
 
 def has_no_parameter(module: nn.Module) -> bool:
     return "_parameters" in vars(module) and next(module.parameters(), None) is None
+
+
+def has_parameters(value: Any) -> bool:
+    return issubclass(type(value), nn.Module) and "_parameters" in vars(value) and not has_no_parameter(value)
 
 
 def code_of(function: Any) -> types.CodeType | None:
@@ -170,7 +175,7 @@ def _statements(code: types.CodeType | None, uses: bool = False) -> list[tuple[s
     Args:
         uses: whether to leave out statements that do not use what they load (`_COLLECTS`).
     """
-    statements, loaded = list[tuple[set[str], dis.Instruction]](), set[str]()
+    statements, loaded, last = list[tuple[set[str], dis.Instruction]](), set[str](), set[str]()
     codes = [] if code is None else [*codes_of(code)]
     cells = {name for inner in codes for name in inner.co_cellvars}
     for step in (step for inner in codes for step in dis.get_instructions(inner)):
@@ -181,7 +186,10 @@ def _statements(code: types.CodeType | None, uses: bool = False) -> list[tuple[s
             before = {"ATTR": ".", "METHOD": ".", "CONST": _CONSTANT}.get(kind, _LOCAL if is_local else "")
             loaded.update(f"{before}{name}" for name in names)
         elif step.opname in _ENDS or step.opname.startswith("STORE_") or "JUMP" in step.opname:
+            if step.opname == "STORE_ATTR" and len(loaded) == 1:  # the object alone: `a.x, a.y = a.y, a.x` stores two
+                loaded |= last
             if not (uses and step.opname in _COLLECTS):
                 statements.append((loaded, step))
+            last = loaded if step.opname.startswith("STORE_") else set()
             loaded = {f"{_LOCAL}{step.argval[1]}"} if step.opname == "STORE_FAST_LOAD_FAST" else set()
     return statements

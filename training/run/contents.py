@@ -23,11 +23,13 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from .. import generators
 from ..checkpoint.state import TrainState
 from ..parallel.names import plain, plain_name
+from ..parallel.names import unwrapped as network_of
 from .bytecode import (
     PLAIN,
     Kind,
     code_of,
     has_no_parameter,
+    has_parameters,
     innermost,
     kind_of,
     returns,
@@ -155,7 +157,7 @@ def _below(
         is_open = issubclass(kind, nn.Module) and has_no_parameter(value)
         if not left or issubclass(kind, torch.optim.Optimizer) or (issubclass(kind, nn.Module) and not is_open):
             continue
-        holds = issubclass(kind, (dict, list, tuple))
+        holds = issubclass(kind, (dict, *SEQUENCES))
         # A quasi-random sequence, such as scipy's Halton, counts its points.
         is_sequence = hasattr(kind, "fast_forward")
         names = not holds and (of_script or is_open or is_sequence or issubclass(kind, (*_HOLDERS, *_OF_DATA)))
@@ -176,10 +178,11 @@ def _inside(name: str, value: Any) -> list[tuple[str, Any]]:
     if issubclass(type(value), ContextVar):
         return [(f"{name}.get()", value.get(None))]
     if issubclass(type(value), dict):
-        some = itertools.islice(dict.items(value), ITEMS)
-        return [(f"{name}[{key!r}]", item) for key, item in some if type(key) in (str, int)]
-    if issubclass(type(value), (list, tuple)):
-        return [(f"{name}[{index}]", item) for index, item in enumerate(value[:ITEMS])]
+        some = enumerate(itertools.islice(dict.items(value), ITEMS))
+        places = ((f"[{key!r}]" if type(key) in (str, int) else f".values()[{at}]", item) for at, (key, item) in some)
+        return [(name + place, item) for place, item in places]
+    if issubclass(type(value), SEQUENCES):
+        return [(f"{name}[{index}]", item) for index, item in enumerate(itertools.islice(value, ITEMS))]
     attributes: dict[str, Any] = {}
     with contextlib.suppress(AttributeError):  # a proxy may compute it
         attributes |= vars(value) if issubclass(type(value), type) else object.__getattribute__(value, "__dict__")
@@ -211,24 +214,38 @@ def _globals_of(function: types.FunctionType) -> list[tuple[str, Any]]:
     if module == "__main__" or not is_of_script(root_of(function)):
         return []  # `frames` has those of the running functions
     names = {name for code in codes_of(function.__code__) for name in code.co_names}
-    return [(f"{module}.{name}", space[name]) for name in sorted(names & space.keys())]
+    prefix = f"{module}." if module else ""  # a text that the script executes is in no module
+    return [(f"{prefix}{name}", space[name]) for name in sorted(names & space.keys())]
 
 
-def in_models(state: TrainState) -> Iterator[Reached]:
-    """Yields the state in plain attributes of modules, their parameters and hooks, and of optimizers: numbers, texts, tensors, arrays and
-    objects of the script, and what is below these. An attribute that each pass sets before it reads it, such as the last activations,
-    is no state."""
+def in_models(state: TrainState, others: Iterable[Reached]) -> Iterator[Reached]:
+    """Yields the state in plain attributes of modules, their parameters and hooks, of optimizers and of kept objects: numbers, texts,
+    tensors, arrays and objects of the script, and what is below these. An attribute that each pass sets before it reads it, such as the
+    last activations, is no state.
+
+    Args:
+        others: values of the script. Modules that are no part of the model count, too.
+    """
     named = [(plain_name(state.model, name.lstrip(".")), value) for name, value in _in_modules(state.model)]
+    inside = {id(module) for model in state.models for module in model.modules()}
+    kept = [*state.user_state.objects.items(), *state.user_state.rank_objects.items()]
+    holders = [(name, value) for name, value, *_ in others if has_parameters(value)] + kept
+    for name, holder in holders:
+        if issubclass(type(holder), nn.Module):
+            of_modules = _in_modules(network_of(holder), inside)
+            named += [(f"{name}.{inner.lstrip('.')}", value) for inner, value in of_modules]
+        elif is_of_script(root_of(holder)):
+            named += _states_of(name, holder)
     for name, optimizer in state.optimizers.items():
         # `reached` has those of the script's optimizers.
         named += [] if is_of_script(root_of(optimizer)) else _states_of(name, optimizer, _OF_OPTIMIZER)
         named += [variable for hook in _hooks_of(optimizer) for variable in _of_hook(name, hook)]
-    kept = [*state.user_state.objects.values(), *state.user_state.rank_objects.values()]
-    yield from _below([(f"attribute {name}", value) for name, value in named], kept)
+    yield from _below([(f"attribute {name}", value) for name, value in named], [one for _, one in kept])
 
 
-def _in_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    for path, module in model.named_modules():
+def _in_modules(model: nn.Module, without: Collection[int] = ()) -> Iterator[tuple[str, Any]]:
+    """Yields the names and values in the modules of a model, without the modules of these identities."""
+    for path, module in ((path, one) for path, one in model.named_modules() if id(one) not in without):
         yield from _states_of(path, module, OF_TORCH)
         for key, parameter in module._parameters.items():
             yield from [] if parameter is None else _states_of(f"{path}.{key}", parameter)

@@ -91,13 +91,13 @@ class Reporting(ABC):
         """
         self._started().log(numbers)
 
-    def print(self, text: str) -> None:
-        """Prints the lines of a text, on rank 0 alone; nothing with `log.format=json`.
+    def print(self, text: object) -> None:
+        """Prints the lines of a text, or of an object's text, on rank 0 alone; nothing with `log.format=json`.
 
         Examples:
             >>> run.print(f"{sum(p.numel() for p in model.parameters())} parameters")
         """
-        for line in text.splitlines():
+        for line in str(text).splitlines():
             self._started().run.console.line(line)
 
     def path(self, name: str) -> Path:

@@ -15,6 +15,7 @@ import gc
 import inspect
 import io
 import itertools
+import math
 import mmap
 import operator
 import os
@@ -32,8 +33,7 @@ from torch.utils.weak import WeakIdRef
 
 from .. import generators
 from ..checkpoint.state import TrainState
-from ..parallel.packing import storage, storages
-from ..resilience.closeness import sums_of_bits
+from ..parallel.packing import storage, storages, tensor_bytes
 from .bytecode import (
     PLAIN,
     Kind,
@@ -95,7 +95,7 @@ class Variables:
         """(name, identity) of the script's variables where the loop begins."""
         self._names: list[str] = []
         """The names of the script's values where the loop begins, in their order (`begin`)."""
-        self._start = {name: mark for name, (_, mark) in self._marks(_held(state)).items()}
+        self._start = {name: mark for name, (_, mark) in self._marks(_held(state), self._things()).items()}
         self._loop = dict[str, Any]()
         """Marks of the values where the loop begins."""
         self._in_models = dict[str, Any]()
@@ -107,12 +107,13 @@ class Variables:
         if self._bound is None:
             self._bound = {(name, id(value)) for space in spaces(self._functions) for name, value in space.items()}
             self._names = list(dict.fromkeys(one.name for one in reached(self._state, self._functions) if one.is_own))
-            self._loop = {name: mark for name, (_, mark) in self._marks(_held(self._state)).items()}
+            self._loop = {name: mark for name, (_, mark) in self._marks(_held(self._state), self._things()).items()}
             self._start |= {name: mark for name, mark in self._loop.items() if name.endswith(_OBJECT)}
 
     def note_models(self) -> None:
         """Notes the attributes of models and optimizers. A first pass may set some, such as a table of positions."""
-        self._in_models = {name: mark for name, (_, mark) in self._model_marks(_held(self._state)).items()}
+        marks = self._model_marks(_held(self._state), self._things())
+        self._in_models = {name: mark for name, (_, mark) in marks.items()}
 
     def changed(self, samples: int, batch: Any) -> Iterator[tuple[str, str, bool]]:
         """Yields (name, digest, whether ranks must agree on the value) of each iterator, and of each variable that has changed since the
@@ -123,12 +124,12 @@ class Variables:
             samples: as many entries as a tensor of the rank's last batch has.
             batch: the batch that the loop has just given to the script, whose variables last for one batch.
         """
-        held = _held(self._state)
-        for name, (value, mark) in self._model_marks(held).items():
+        held, things = _held(self._state), self._things()
+        for name, (value, mark) in self._model_marks(held, things).items():
             if mark != self._in_models.get(name, mark) and (text := _digest(value, held)) is not None:
                 yield name, text, False
         given = {id(leaf) for leaf in tree_leaves(batch) if not issubclass(type(leaf), (*PLAIN, float))}
-        for name, (value, mark) in self._marks(held).items():
+        for name, (value, mark) in self._marks(held, things).items():
             has_changed = id(value) not in given and (mark == _ITERATOR or mark != self._start.get(name))
             if has_changed and (text := _digest(value, held)) is not None:
                 carries = issubclass(type(value), (int, float)) or not _is_batch(value, samples)
@@ -163,8 +164,8 @@ class Variables:
         before = {name: text for name, text in before.items() if _sort_of(text) == sort}
         if not before:
             return []
-        held = _held(self._state)
-        marks = self._marks(held) | self._model_marks(held)
+        held, things = _held(self._state), self._things()
+        marks = self._marks(held, things) | self._model_marks(held, things)
         now = {name: (value, _digest(value, held)) for name, (value, _) in marks.items() if name in before}
         others = [
             name
@@ -190,28 +191,31 @@ class Variables:
         """Yields the name and value of each generator that has drawn, and of each tensor, or object of tensors, that has changed in
         place since the loop began. Of single tensors only the first: a tensor that accumulates may be set to zero before it is read."""
         has_tensor = False
-        for name, (value, mark) in self._marks(_held(self._state)).items():
+        for name, (value, mark) in self._marks(_held(self._state), self._things()).items():
             is_tensor = issubclass(type(value), torch.Tensor)
             if _has_moved(self._loop.get(name), mark) and not (is_tensor and has_tensor):
                 has_tensor |= is_tensor
                 yield name, value
 
-    def _marks(self, held: set[int | None]) -> Marks:
-        """Returns the marks of the values that no checkpoint holds. Two marks are equal if the value has not changed.
+    def _things(self) -> list[Reached]:
+        """Returns the script's values."""
+        return reached(self._state, self._functions, self._bound)
+
+    def _marks(self, held: set[int | None], things: list[Reached]) -> Marks:
+        """Returns the marks of those values that no checkpoint holds. Two marks are equal if the value has not changed.
 
         Args:
             held: the tensors and generators that a checkpoint holds (`_held`).
         """
-        things = reached(self._state, self._functions, self._bound)
         with contextlib.suppress(Exception):  # as in `reached`
-            things += built(self._state)
+            things = [*things, *built(self._state)]
         self._kinds = {name: type(value) for name, value, *_ in things if type(value) is not Same}
         return _marked(things, held) | self._choices(things)
 
-    def _model_marks(self, held: set[int | None]) -> Marks:
-        """Returns the marks of the state in plain attributes of models and optimizers."""
+    def _model_marks(self, held: set[int | None], things: list[Reached]) -> Marks:
+        """Returns the marks of the state in plain attributes of models, optimizers and kept objects."""
         with contextlib.suppress(Exception):  # as in `reached`
-            return _marked(in_models(self._state), held)
+            return _marked(in_models(self._state, things), held)
         return {}
 
     def _choices(self, things: list[Reached]) -> Marks:
@@ -339,6 +343,8 @@ def _print(value: Any, held: set[int | None], leaf: Callable[[Any], Any], depth:
         return [value.shape, zlib.crc32(value.flat[:: _stride(value.size)].tobytes())]
     if generators.is_generator(value):
         return None if id(value) in held else leaf(value)
+    if issubclass(kind, np.random.SeedSequence):
+        return repr(value.state)
     if issubclass(kind, nn.Module):
         is_constructed = "_modules" in vars(value)
         tensors = [*value.parameters(), *value.buffers()] if is_constructed else []
@@ -354,12 +360,23 @@ def _print(value: Any, held: set[int | None], leaf: Callable[[Any], Any], depth:
     if not depth or not issubclass(kind, (dict, set, frozenset, *SEQUENCES)):
         return None
     count, most = len(value), max(1, ITEMS // 10 ** (DEPTH - depth))  # fewer of each inner one
+    if depth == DEPTH and 2 * most < count <= _SAMPLE and (texts := _plain_texts(value)):
+        return [count, zlib.crc32(repr(texts).encode())]
     if issubclass(kind, (set, frozenset)):  # in no order
         return [count, sorted(map(repr, value)) if count <= 2 * most else None]
     items = dict.items(value) if issubclass(kind, dict) else value
     some = [*items] if count <= 2 * most else [*itertools.islice(items, most), *itertools.islice(reversed(items), most)]
     parts = itertools.chain.from_iterable(some) if issubclass(kind, dict) else some
     return [count, [_print(part, held, leaf, depth - 1) for part in parts]]
+
+
+def _plain_texts(value: Any) -> list[str]:
+    """Returns a text for each item of a list, a set or a dictionary of plain values, or [] for one of others."""
+    items = itertools.chain.from_iterable(dict.items(value)) if issubclass(type(value), dict) else value
+    texts = [repr(item) for item in items if type(item) in (*PLAIN, float)]
+    if len(texts) != len(value) * (1 + issubclass(type(value), dict)):
+        return []
+    return sorted(texts) if issubclass(type(value), (set, frozenset)) else texts
 
 
 def _is_mapped(array: np.ndarray) -> bool:
@@ -391,7 +408,8 @@ def _is_compared(tensor: torch.Tensor, held: set[int | None]) -> bool:
 
 
 def _stride(size: int) -> int:
-    return max(1, size // _SAMPLE)
+    """Returns the distance between numbers of a sample. It has no common factor with the size, so no row or column is left out."""
+    return next(step for step in itertools.count(max(1, size // _SAMPLE)) if math.gcd(step, size) <= 1)
 
 
 def _is_time(value: Any) -> bool:
@@ -423,7 +441,7 @@ def beginning(value: Any) -> Any:
 def _contents(value: Any) -> Any:
     if issubclass(type(value), torch.Tensor):
         sample = value.detach().reshape(-1)[:: _stride(value.numel())]
-        return [str(value.dtype), [*value.shape], sums_of_bits([sample]).tolist()]
+        return [str(value.dtype), [*value.shape], zlib.crc32(tensor_bytes(sample).numpy().tobytes())]
     return generators.comparable_state(value)
 
 
