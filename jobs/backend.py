@@ -123,8 +123,8 @@ class Backend(abc.ABC):
     """Whether `create` takes all runs of a sweep as one."""
     given_place: Mapping[str, str] = {}
     """Flags of `places` that were given, with their values."""
-    lock: tuple[Path, float] | None = None
-    """Folder that is locked while a job is submitted, and the seconds to wait for the lock."""
+    lock: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    """Returns the lock that is held while a job is submitted."""
     scope: str = ""
     """Part of the cluster that contains the jobs, as the end of "there is no job NAME"."""
     interval: float = 1.0
@@ -237,21 +237,21 @@ class Backend(abc.ABC):
         specs = snapshots.snapshot_all(specs)
         whole = self.prepared(specs[0].model_copy(update={"name": name}), specs)
         refuse({name: whole.findings}, self.name)
-        with self.exclusive():
+        with self.lock():
             if self.find(name) is not None:
                 raise UserError(f"{name} is already the name of a job: choose another --name for the sweep")
-            placed = [(Submission(spec), *self._existing(spec, mode)) for spec in specs]
-            there = [item for item in placed if item[2] is not None]
-            if len(there) == len(specs):
-                return [self._place(*item) for item in there]
-            if there:
-                name = there[0][0].spec.name
+            existing = [(spec, *self._existing(spec, mode)) for spec in specs]
+            there = [(spec, known) for spec, known, status in existing if known is not None and status is not None]
+            if 0 < len(there) < len(specs):
+                name = there[0][0].name
                 raise UserError(f"{name} of this sweep is running already: wait for it, or choose another --name")
-            self.check_secrets(whole.spec)
-            self.create(whole, None)
+            if not there:
+                self.check_secrets(whole.spec)
+                self.create(whole, None)
+            done = [self.attach(Submission(spec), known) for spec, known in there]
             for spec in specs:
                 records.remember(self.name, spec.name, self.given_place)
-            return [SubmitResult(spec.name, True, self.require(spec.name).where) for spec in specs]
+            return done or [SubmitResult(spec.name, True, self.require(spec.name).where) for spec in specs]
 
     def prepared(self, spec: JobSpec, runs: Sequence[JobSpec] = ()) -> Submission:
         """Returns the submission of a job. `spec` is that of the whole array, if there are `runs`."""
@@ -261,34 +261,29 @@ class Backend(abc.ABC):
         """Returns the submissions of a job, or of the runs of a sweep that are submitted one by one."""
         return [self.prepared(spec) for spec in specs]
 
-    def exclusive(self) -> contextlib.AbstractContextManager[None]:
-        """Returns the lock that is held while a job is submitted."""
-        return contextlib.nullcontext() if self.lock is None else records.locked(*self.lock)
-
     def _submit(self, specs: list[JobSpec], mode: Mode) -> list[SubmitResult]:
         """Decides about all jobs before it creates one."""
         if any(spec.code is not None for spec in specs):
             specs = snapshots.snapshot_all(specs)
         jobs, done = self.prepared_all(specs), list[SubmitResult]()
         refuse({job.spec.name: job.findings for job in jobs}, self.name)
-        with self.exclusive():
+        with self.lock():
             decided = [(job, *self._existing(job.spec, mode)) for job in jobs]
             for job, _, under_way in decided:
                 if under_way is None:
                     self.check_secrets(job.spec)
             try:
-                for item in decided:
-                    done.append(self._place(*item))
+                for job, known, under_way in decided:
+                    if known is None or under_way is None:
+                        done.append(self.create(job, known))
+                    else:
+                        done.append(self.attach(job, known))
+                    records.remember(self.name, job.spec.name, self.given_place)
             except UserError:
                 if done:
                     warn(f"submitted before the error: {', '.join(one.name for one in done)}")
                 raise
         return done
-
-    def _place(self, job: Submission, known: JobRecord | None, under_way: Status | None) -> SubmitResult:
-        placed = self.create(job, known) if known is None or under_way is None else self.attach(job, known)
-        records.remember(self.name, placed.name, self.given_place)
-        return placed
 
     def check_secrets(self, spec: JobSpec) -> None:
         """Raises `UserError` if the value of a secret is missing."""

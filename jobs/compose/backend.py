@@ -16,6 +16,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from lockstep.training import contract, files
@@ -50,7 +51,7 @@ class ComposeBackend(Cluster):
     def __init__(self, interval: float = 0.5) -> None:
         self.interval = interval
         # A lock, because `up` treats the containers of a concurrent submission as its own.
-        self.lock = (records.home() / "compose", engine.UP_SECONDS)
+        self.lock = partial(records.locked, records.home() / "compose", engine.UP_SECONDS)
 
     @classmethod
     def manifests(cls, spec: JobSpec) -> list[Manifest]:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from itertools import starmap
 from pathlib import Path
 
@@ -42,7 +43,7 @@ class LocalBackend(Backend):
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder or records.folder(self.name)
-        self.lock = (self.folder, 30)
+        self.lock = partial(records.locked, self.folder, 30)
 
     def find(self, name: str, submitting: bool = False) -> JobRecord | None:  # noqa: ARG002 - no job is taken away by others
         record = records.job_record(self.folder, name, records.LocalJob)

@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -50,7 +51,8 @@ class SlurmBackend(Cluster):
     def __init__(self, interval: float = 2.0, lost_after: float = 300.0) -> None:
         self.interval, self.lost_after = interval, lost_after
         self.folder = records.folder(self.name)
-        self.lock = (self.folder, 60)  # of the cluster: every submission there, from any machine, waits for it
+        # Of the cluster: every submission there, from any machine, waits for it.
+        self.lock = partial(records.locked, self.folder, 60)
 
     @classmethod
     def login(cls, host: str | None) -> str | None:
@@ -207,7 +209,7 @@ class SlurmBackend(Cluster):
     def stop(self, known: JobRecord) -> Status:
         name = known.name
         if known.handle.job_id is None:
-            with self.exclusive():  # after the lock, a submission under way has its number
+            with self.lock():  # after the lock, a submission under way has its number
                 known = self.find(name, submitting=True) or self.require(name)
                 status = self.observe(known)
             if status.final:
