@@ -25,6 +25,7 @@ from ..manifest import (
     get,
     holds,
     merge,
+    seconds,
     size_in_bytes,
     spec_text,
     without_none,
@@ -124,7 +125,7 @@ def _node(spec: JobSpec, index: int) -> Manifest:
     words = [literal(word) for word in launch_command(spec, spec.run_directory)]
     own = ["--ranks", str(spec.ranks), "--nodes", str(spec.nodes)]
     own += ["--rendezvous", f"{node_name(spec, 0)}:{MASTER_PORT}"] if spec.nodes > 1 else []
-    own += ["--job-id", f"{spec.name}-{spec.hash()}", "--time-limit", str(spec.deadline_seconds)]
+    own += ["--job-id", f"{spec.name}-{spec.hash()}", "--time-limit", str(seconds(spec.time_limit))]
     text = literal(spec_text(spec.record()))
     service = {
         "image": spec.image,

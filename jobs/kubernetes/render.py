@@ -124,7 +124,7 @@ def _pytorchjob(spec: JobSpec, template: Manifest) -> Manifest:
         "runPolicy": {
             "cleanPodPolicy": "Running",
             "ttlSecondsAfterFinished": seconds(spec.k8s.ttl),
-            "activeDeadlineSeconds": spec.deadline_seconds,
+            "activeDeadlineSeconds": seconds(spec.time_limit),
             # A restart of all pods costs one retry for each pod. With ExitCode the launcher counts, so this limit is a backstop.
             "backoffLimit": spec.nodes * spec.max_restarts + 1,
         },
@@ -157,7 +157,7 @@ def _trainjob(spec: JobSpec, template: Manifest) -> Manifest:
     replicated = {"name": CONTAINERS["TrainJob"], "template": {"spec": {"template": patch}}}
     return {
         "runtimeRef": {"name": spec.k8s.runtime, "kind": "ClusterTrainingRuntime", "apiGroup": "trainer.kubeflow.org"},
-        "activeDeadlineSeconds": spec.deadline_seconds,
+        "activeDeadlineSeconds": seconds(spec.time_limit),
         "trainer": without_none(trainer),
         "runtimePatches": [
             {"manager": MANAGER, "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [replicated]}}}}

@@ -24,7 +24,7 @@ from .. import records, snapshots
 from ..backend import Backend, JobRecord, Submission
 from ..logs import follow as follow_logs
 from ..logs import last_error
-from ..manifest import size_in_bytes
+from ..manifest import seconds, size_in_bytes
 from ..process import Streams, exec_command, run, signal_name
 from ..spec.model import GRACE_MARGIN, JobSpec, code_identity, launch_command
 from ..status import Check, JobSummary, NodeStatus, State, Status, SubmitResult
@@ -87,7 +87,7 @@ class LocalBackend(Backend):
         folder.mkdir(mode=0o700)
         record = records.LocalJob(
             spec=spec.record(), hash=spec.hash(), run_dir=run_dir, command=self._command(spec, run_dir), env=dict(spec.env),
-            time_limit=spec.deadline_seconds, grace=spec.grace_seconds + GRACE_MARGIN,
+            time_limit=seconds(spec.time_limit), grace=spec.grace_seconds + GRACE_MARGIN,
             created=records.now(), job=records.submission_id(spec.name), host=here(),
         )  # fmt: skip
         # If another job submits this job, this job's processes do not belong to the other one.

@@ -24,7 +24,7 @@ from lockstep.training.contract import UserError
 from lockstep.wire import submitit_api
 
 from .. import lint, records, snapshots
-from ..manifest import get, holds, size_in_bytes, without_none
+from ..manifest import get, holds, seconds, size_in_bytes, without_none
 from ..spec.model import JobSpec, launch_command, rank_command, session_options
 from .task import TrainingTask
 
@@ -187,7 +187,7 @@ def manifests(spec: JobSpec, folder: PurePath, after: str | None = None, element
 
 def minutes(spec: JobSpec) -> int:
     """Returns the time limit in minutes, rounded up: the unit of SLURM."""
-    return math.ceil(spec.deadline_seconds / 60)
+    return math.ceil(seconds(spec.time_limit) / 60)
 
 
 def run_directory(spec: JobSpec) -> str:

@@ -204,10 +204,6 @@ class JobSpec(Section):
         folder = self.shard_folder
         return folder is not None and not self.shards_in_a_bucket and not Path(folder).exists()
 
-    @property
-    def deadline_seconds(self) -> int:
-        return seconds(self.time_limit)
-
     def on_cpu(self) -> Self:
         """Returns the spec without GPUs, for a job that needs none. Amounts that followed the GPUs get their defaults."""
         derived = _amounts_of(self.gpus)
@@ -255,15 +251,13 @@ class JobSpec(Section):
         `fresh` is not part of the hash: a job that was started over resumes when it is submitted again without `fresh`. Namespace,
         context and host are not part of it either.
         """
-        return self._hash
-
-    @functools.cached_property
-    def _hash(self) -> str:
-        # A section with nothing but the place is empty.
-        given = self._by_hash(self.plain(PLACES)).items()
-        plain = {name: value for name, value in given if name != "fresh" and value != {}}
-        text = json.dumps(plain, sort_keys=True, ensure_ascii=False)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        if "_hash" not in self.__dict__:
+            # A section with nothing but the place is empty.
+            given = self._by_hash(self.plain(PLACES)).items()
+            plain = {name: value for name, value in given if name != "fresh" and value != {}}
+            text = json.dumps(plain, sort_keys=True, ensure_ascii=False)
+            self.__dict__["_hash"] = hashlib.sha256(text.encode()).hexdigest()[:16]
+        return str(self.__dict__["_hash"])
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """Returns a copy without the values that were computed from settings in `update`."""
@@ -425,7 +419,7 @@ def launch_command(
     command = [python, "-m", "lockstep.training", "launch", "--max-restarts", str(spec.max_restarts)]
     command += ["--grace", str(spec.grace_seconds), *(["--live"] if spec.live else [])]
     if spec.nodes > 1:
-        longest = max(60, spec.deadline_seconds - spec.grace_seconds)
+        longest = max(60, seconds(spec.time_limit) - spec.grace_seconds)
         command += ["--join-timeout", str(seconds(spec.join_timeout) if spec.join_timeout else longest)]
         command += ["--linger", str(linger)] if linger else []
     if exit_codes != "plain":
@@ -447,36 +441,32 @@ def code_identity(spec: JobSpec) -> str:
 
 
 def rank_command(spec: JobSpec, run_dir: str, here: str = IN_A_CONTAINER) -> list[str]:
-    """Returns the words after `launch`'s own flags. With the job's own code the ranks start elsewhere, so a relative data folder becomes
-    absolute."""
+    """Returns the words after `launch`'s own flags."""
     if spec.command is not None:
         return ["--", *spec.command]
     assert spec.recipe is not None
-    config = spec.config if spec.gpus or spec.code is not None else None
-    values = _settings(spec)
-    if spec.shards is not None and not set(spec.overrides) & {"data.shards", "shards"}:
-        values.append(f"data.shards={spec.shard_folder}")
-    values += _device(spec) if config is None or config.device == "auto" else []
-    if spec.code is not None and config is not None and not Path(config.data.root).is_absolute():
-        values.append(f"data.root={Path(here) / config.data.root}")
     fresh = ["--fresh-once", spec.fresh] if spec.fresh is not None else []
-    return ["run", spec.recipe, "--run-dir", run_dir, *fresh, "--set", *values]
+    return ["run", spec.recipe, "--run-dir", run_dir, *fresh, "--set", *_settings(spec, here)]
 
 
 def session_options(spec: JobSpec, run_dir: str) -> str:
     """Returns the options that the `Session` of the user's own program takes from the job: the same as a recipe's words."""
     asked = bool(spec.overrides) or spec.fresh is not None
-    given = (*_settings(spec), *_device(spec))
-    return SessionOptions(run_dir, given, spec.fresh or "", asked).text()
+    return SessionOptions(run_dir, tuple(_settings(spec)), spec.fresh or "", asked).text()
 
 
-def _settings(spec: JobSpec) -> list[str]:
-    return ["log.format=json", *spec.assignments(), f"preempt.grace_seconds={spec.grace_seconds}"]
-
-
-def _device(spec: JobSpec) -> list[str]:
-    """Returns `device=cuda` for a job with GPUs. Without it, a run that sees no GPU would train on the CPU."""
-    return ["device=cuda"] if spec.gpus and "device" not in spec.overrides else []
+def _settings(spec: JobSpec, here: str = IN_A_CONTAINER) -> list[str]:
+    """Returns the settings that the job gives its run, as `name=value`. With the job's own code the ranks start elsewhere, so a
+    relative data folder becomes absolute."""
+    config = spec.config if spec.gpus or spec.code is not None else None
+    values = ["log.format=json", *spec.assignments(), f"preempt.grace_seconds={spec.grace_seconds}"]
+    if spec.shards is not None and not set(spec.overrides) & {"data.shards", "shards"}:
+        values.append(f"data.shards={spec.shard_folder}")
+    if spec.gpus and "device" not in spec.overrides and (config is None or config.device == "auto"):
+        values.append("device=cuda")  # without it, a run that sees no GPU would train on the CPU
+    if spec.code is not None and config is not None and not Path(config.data.root).is_absolute():
+        values.append(f"data.root={Path(here) / config.data.root}")
+    return values
 
 
 def preparation(spec: JobSpec, python: str = "python") -> JobSpec:
@@ -490,7 +480,7 @@ def preparation(spec: JobSpec, python: str = "python") -> JobSpec:
         update={
             "name": preparation_name(spec.name), "command": command, "nodes": 1, "ranks_per_node": 1,
             "recipe": None, "shards": None, "code": None, "fresh": None, "overrides": {}, "live": False, "max_restarts": 1,
-            "time_limit": f"{max(1, min(spec.deadline_seconds, 6 * 3600) // 60)}m", "join_timeout": None,
+            "time_limit": f"{max(1, min(seconds(spec.time_limit), 6 * 3600) // 60)}m", "join_timeout": None,
             "volumes": [volume.model_copy(update={"read_only": False}) for volume in spec.volumes],
             "run_dir": None if spec.shards_in_a_bucket else spec.shards,
             "k8s": spec.k8s.model_copy(update={"rdma": {}, "hugepages": None, "patch": {}}),
