@@ -97,7 +97,8 @@ class KubernetesBackend(Cluster):
     @classmethod
     def render(cls, spec: JobSpec, runs: Sequence[JobSpec]) -> str:
         if spec.k8s.kind == "auto":
-            note(f"k8s.kind auto: rendered as {render.kind_of(spec)}, submit takes the kind that the cluster has")
+            kind = render.of_kind(spec).k8s.kind
+            note(f"k8s.kind auto: rendered as {kind}, submit takes the kind that the cluster has")
         return super().render(spec, [*runs])
 
     @classmethod

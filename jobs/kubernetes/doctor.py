@@ -16,7 +16,7 @@ from ..spec.model import JobSpec
 from ..status import Check, LoggedOut
 from .api import Api, Listing, Shape
 from .observe import condition
-from .render import KINDS, KUEUE, kind_of, path_of
+from .render import KINDS, KUEUE, of_kind, path_of
 
 RIGHTS = (
     ("list", "", "pods"), ("get", "", "pods"), ("get", "", "pods/log"), ("list", "", "events"),
@@ -53,7 +53,7 @@ class Doctor:
     def _kinds(self) -> list[str]:
         """The kind of the job; without a job, the kinds that the cluster serves and that the user may use."""
         if self.spec is not None:
-            return [kind_of(self.spec)]
+            return [of_kind(self.spec).k8s.kind]
         return [kind for kind, _ in self.api.jobs(self.namespace, limit=1)] or [*KINDS]
 
     def _who(self) -> Rows:

@@ -74,13 +74,9 @@ def path_of(namespace: str, kind: str, name: str = "") -> str:
     return f"/apis/{version}/namespaces/{namespace}/{plural}{f'/{name}' if name else ''}"
 
 
-def kind_of(spec: JobSpec) -> str:
-    """Returns the custom resource of the job. A submission resolves `auto` before it renders."""
-    return "PyTorchJob" if spec.k8s.kind == "auto" else spec.k8s.kind
-
-
-def of_kind(spec: JobSpec, kind: str) -> JobSpec:
-    """Returns the spec with this kind in place of `auto`. The hash stays that of the original spec."""
+def of_kind(spec: JobSpec, kind: str = "PyTorchJob") -> JobSpec:
+    """Returns the spec with this kind in place of `auto`, which a submission resolves before it renders. The hash stays that of the
+    original spec."""
     if spec.k8s.kind != "auto":
         return spec
     own = spec.model_copy(update={"k8s": spec.k8s.model_copy(update={"kind": kind})})
@@ -95,19 +91,18 @@ def manifests(spec: JobSpec, submission: str = RENDERED) -> list[Manifest]:
 
 def job(spec: JobSpec, submission: str = RENDERED) -> Manifest:
     """Returns the job without `patch`."""
-    spec = of_kind(spec, kind := kind_of(spec))
-    marks = labels(spec)
-    if queue := spec.k8s.queue:
-        marks[KUEUE_QUEUE] = queue
+    spec = of_kind(spec)
+    kind, about = spec.k8s.kind, _metadata(spec, spec.name)
+    marks = without_none({**about["labels"], KUEUE_QUEUE: spec.k8s.queue})
     annotations = {SPEC: spec_text(spec.record()), **({SUBMISSION: submission} if spec.code is not None else {})}
     of_pods = {"sidecar.istio.io/inject": "false"}  # a mesh's proxy never ends, so the pod would not end
     # If one pod is evicted, all pods start again.
     of_pods |= {"karpenter.sh/do-not-disrupt": "true", "cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
-    template = {"metadata": {"labels": labels(spec), "annotations": of_pods}, "spec": pod_spec(spec, submission)}
+    template = {"metadata": {"labels": about["labels"], "annotations": of_pods}, "spec": pod_spec(spec, submission)}
     return {
         "apiVersion": KINDS[kind][0],
         "kind": kind,
-        "metadata": {**_metadata(spec, spec.name, marks), "annotations": annotations},
+        "metadata": {**about, "labels": marks, "annotations": annotations},
         "spec": _trainjob(spec, template) if kind == "TrainJob" else _pytorchjob(spec, template),
     }
 
@@ -165,11 +160,9 @@ def _trainjob(spec: JobSpec, template: Manifest) -> Manifest:
     }
 
 
-def labels(spec: JobSpec) -> dict[str, str]:
-    return {JOB: spec.name, HASH: spec.hash(), **MANAGED}
-
-
-def _metadata(spec: JobSpec, name: str, marks: dict[str, str]) -> Manifest:
+def _metadata(spec: JobSpec, name: str) -> Manifest:
+    """Returns the metadata of an object of the job."""
+    marks = {JOB: spec.name, HASH: spec.hash(), **MANAGED}
     return without_none({"name": name, "namespace": spec.k8s.namespace, "labels": marks})
 
 
@@ -308,7 +301,7 @@ def network_policy(spec: JobSpec, submission: str = RENDERED) -> Manifest:
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
-        "metadata": _metadata(spec, f"{spec.name}-{submission}", labels(spec)),
+        "metadata": _metadata(spec, f"{spec.name}-{submission}"),
         "spec": {
             "podSelector": own,
             "policyTypes": ["Ingress"],
@@ -326,8 +319,8 @@ def code_maps(spec: JobSpec, submission: str, packed: bytes) -> Iterator[Manifes
     for index, name in enumerate(code_map_names(spec, submission)):
         piece = packed[index * CODE_PART_BYTES : (index + 1) * CODE_PART_BYTES]
         data = {CODE_KEY: base64.b64encode(piece).decode()}
-        about = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": _metadata(spec, name, marks)}
-        yield {**about, "immutable": True, "binaryData": data}
+        metadata = {**_metadata(spec, name), "labels": marks}
+        yield {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "immutable": True, "binaryData": data}
 
 
 class Subject(lint.Subject):
@@ -356,7 +349,7 @@ class Subject(lint.Subject):
         patched = next((item for item in self.objects if item.get("kind") != "NetworkPolicy"), {})
         worker = get(patched, "spec", "pytorchReplicaSpecs", "Worker", "template", "spec", "containers")
         ours = [item for item in mappings(worker) if item.get("name") == CONTAINERS["PyTorchJob"]]
-        in_trainer = kind_of(self.spec) == "TrainJob"
+        in_trainer = self.spec.k8s.kind == "TrainJob"
         items = get(patched, "spec", "trainer", "env") if in_trainer else get(ours, 0, "env")
         return {str(item.get("name")): item.get("value") for item in mappings(items)}
 
@@ -369,7 +362,7 @@ rule = RULES.rule
 def name_length(subject: Subject) -> Iterator[str]:
     """Pod and Service names hold the job's name and have at most 63 characters."""
     name, last = subject.spec.name, subject.spec.nodes - 1
-    longest = 63 - len(f"-node-0-{last}-xxxxx" if kind_of(subject.spec) == "TrainJob" else f"-worker-{last}")
+    longest = 63 - len(f"-node-0-{last}-xxxxx" if subject.spec.k8s.kind == "TrainJob" else f"-worker-{last}")
     if len(name) > longest:
         yield f"the name {name[:40]}… has {len(name)} characters, at most {longest} are possible with these pods: shorten it"
 
@@ -390,7 +383,7 @@ def durable_run(subject: Subject) -> Iterator[str]:
 @rule("LS036")
 def trainjob_limits(subject: Subject) -> Iterator[str]:
     """What a TrainJob's pods get beyond a patch is set in the runtime."""
-    given = subject.spec.plain().get("k8s", {}) if kind_of(subject.spec) == "TrainJob" else {}
+    given = subject.spec.plain().get("k8s", {}) if subject.spec.k8s.kind == "TrainJob" else {}
     for name in ("priority_class", "image_pull_policy", "ttl"):
         if name in given:
             yield f"a TrainJob cannot set k8s.{name}: put it into the runtime that k8s.runtime names, or use k8s.kind PyTorchJob"
