@@ -138,7 +138,7 @@ class KubernetesBackend(Cluster):
         """
         if spec.k8s.kind != "auto":
             return spec
-        jobs = dict(self._named(spec.name))
+        jobs = dict(self.api.jobs(self.namespace, fieldSelector=f"metadata.name={spec.name}"))
         kinds = [kind for kind, same_name in jobs.items() if same_name] or [*jobs]
         if not kinds:
             raise UserError(f"the cluster has neither {' nor '.join(KINDS)}: see `lockstep doctor k8s`")
@@ -168,7 +168,8 @@ class KubernetesBackend(Cluster):
         return not why
 
     def find(self, name: str, submitting: bool = False) -> JobRecord | None:
-        job = self.job(name)
+        served = self.api.jobs(self.namespace, fieldSelector=f"metadata.name={name}")
+        job = next((job for _, jobs in served for job in jobs), None)
         if job is None:
             return None
         plain, labels = spec_in(get(job, "metadata", "annotations")), get(job, "metadata", "labels")
@@ -199,7 +200,8 @@ class KubernetesBackend(Cluster):
         except ApiError as error:
             if error.status not in (403, 409):  # a quota also refuses an object that exists
                 raise
-            live = self.job(spec.name)  # another process was faster, or the answer to our request was lost
+            known = self.find(spec.name)  # another process was faster, or the answer to our request was lost
+            live = known.handle if known is not None else None
             if live is None and error.status == 403:
                 raise
         if live is None or get(live, "metadata", "deletionTimestamp"):
@@ -353,19 +355,12 @@ class KubernetesBackend(Cluster):
         self.api.delete(self.path(str(known.handle["kind"]), name), _deletion(known.handle))
         timeout = known.spec.grace_seconds + DELETION_MARGIN
         deadline = time.monotonic() + timeout
-        while (left := self.job(name)) is not None and get(left, "metadata", "uid") == uid:
+        while (left := self.find(name)) is not None and get(left.handle, "metadata", "uid") == uid:
             if why := stuck_reason(self.pods(known.handle), self.api.now()):
                 raise Unreachable(f"{name} is deleted, and stays as long as its pods{why}")
             if time.monotonic() > deadline:
                 raise UserError(f"{name} is still there {timeout:g} s after its deletion: see its finalizers and pods")
             time.sleep(min(self.interval, 0.5))
-
-    def job(self, name: str) -> Manifest | None:
-        return next((job for _, jobs in self._named(name) for job in jobs), None)
-
-    def _named(self, name: str) -> Iterator[tuple[str, list[Manifest]]]:
-        """Yields the job of that name in each kind that is served: a list of one, or an empty list."""
-        return self.api.jobs(self.namespace, fieldSelector=f"metadata.name={name}")
 
     def pods(self, job: Manifest) -> list[Manifest]:
         """Returns the job's own pods. It leaves out pods of an earlier job of this name, and pods that another user gave this label."""

@@ -215,7 +215,8 @@ def test_code_that_another_machine_has_packed_otherwise_is_not_mixed_with_ours(
     marks = job(cluster)["metadata"]["annotations"]
     marks["lockstep/spec"] = marks["lockstep/spec"].replace(f'"packed":{packed}', f'"packed":{packed + 1}')
     cluster.change("pytorchjobs", "own", metadata={"annotations": marks})
-    monkeypatch.setattr(backend, "find", lambda *_, **__: None)
+    find = backend.find
+    monkeypatch.setattr(backend, "find", lambda name, submitting=False: None if submitting else find(name))
     with pytest.raises(UserError, match="packed on another machine"):
         backend.submit(spec(folder))
     assert not config_maps(cluster) and job(cluster) is not None
