@@ -83,24 +83,17 @@ def parse_yaml(text: str, where: str) -> Any:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """A YAML file that holds one mapping. Raises `UserError` where it is missing, unreadable or no mapping."""
-    return mapping(read_text(path), str(path))
+    """The mapping that a YAML file holds, {} for none. Raises `UserError` where it is missing, unreadable or no mapping."""
+    value = parse_yaml(read_text(path), str(path))
+    if value is not None and not isinstance(value, dict):
+        raise UserError(f"{path} holds a {type(value).__name__}, expected a mapping of settings")
+    return value or {}
 
 
 def read_text(path: Path) -> str:
     """The text of a YAML file. Raises `UserError` where it is missing, unreadable, too large or not UTF-8."""
     with files.reading(path):
         return files.read(path, MAX_YAML_BYTES).decode("utf-8")
-
-
-def mapping(text: str, where: str) -> dict[str, Any]:
-    """The mapping that a YAML text holds, {} for none. Raises `UserError` naming `where`."""
-    value = parse_yaml(text, where)
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise UserError(f"{where} holds a {type(value).__name__}, expected a mapping of settings")
-    return value
 
 
 def build(model: type[M], values: Mapping[str, Any], where: str, prefix: str = "") -> M:
