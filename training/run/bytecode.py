@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from .undo import codes_of
+from .undo import codes_of, root_of
 
 PLAIN = (type(None), bool, int, complex, str, bytes, enum.Enum)
 _ENDS = ("POP_TOP", "RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "YIELD_VALUE")
@@ -158,8 +158,9 @@ def returns(code: types.CodeType) -> bool:
 @functools.cache
 def set_anew(kind: Any) -> set[str]:
     """Returns the attributes that methods other than constructors set, and never from themselves: what they hold lasts for one call, or can
-    be computed again."""
-    methods = [function for one in kind.__mro__ for name, function in vars(one).items() if name != "__init__"]
+    be computed again. Leaves out the methods of torch, which are many."""
+    kinds = [one for one in kind.__mro__ if root_of(one) not in ("torch", "builtins")]
+    methods = [function for one in kinds for name, function in vars(one).items() if name != "__init__"]
     statements = [statement for function in methods for statement in _statements(code_of(function))]
     stores = [(loaded, end.argval) for loaded, end in statements if end.opname == "STORE_ATTR"]
     # `getattr` reads an attribute by a constant.
