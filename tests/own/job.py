@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,27 @@ def script(ranks: int, code: str, run_dir: Path, *words: str, **variables: str) 
     """Runs a script, given as text, on forked ranks."""
     with running([["-c", code, str(run_dir), *words]] * ranks, {"LOCKSTEP_THREADS": "1", **variables}) as started:
         return started.wait(240)
+
+
+def scripts(ranks: int, code: str, *cases: tuple[object, ...]) -> list[Result]:
+    """Runs a script on forked ranks once for each list of words, one after the other in the same processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        program = [
+            "-m",
+            "tests.own.several",
+            folder,
+            code,
+            json.dumps([[str(word) for word in words] for words in cases]),
+        ]
+        with running([program] * ranks, clean_env(LOCKSTEP_THREADS="1")) as started:
+            done = started.wait(240)
+        assert done.code == 0, done.output
+        results = []
+        for number in range(len(cases)):
+            codes = {int((Path(folder) / f"{number}-{rank}").read_text()) for rank in range(ranks)}
+            code_of_all = next((each for each in (2, 75, 1) if each in codes), 0)
+            results.append(Result(code_of_all, (Path(folder) / str(number)).read_text()))
+        return results
 
 
 def newest(run_dir: Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import yaml
 from tests import product
 from tests.events import events, status_of, summary_of
 from tests.nets import DyingPlain
-from tests.own.job import OwnJob, assert_weights, script
+from tests.own.job import OwnJob, assert_weights, script, scripts
 from tests.processes import Result, clean_env
 from tests.ranks import gang
 from tests.warm.gang import python
@@ -105,11 +105,7 @@ with Session(sys.argv[1], sync="flat") as run:
     assert_weights(tmp_path / "run", plain()[0])
 
 
-@pytest.mark.promise("named-rank")
-@pytest.mark.parametrize("sync", ["flat", "ddp", product.FSDP, product.HOOKS])
-def test_what_the_script_does_after_a_step_is_time_of_its_training(tmp_path: Path, sync: str) -> None:
-    """Rank 1 sleeps after each step, twice as long as the step took. Rank 1 is the slow rank, also on a busy machine."""
-    code = """
+PAUSES = """
 import sys, time, torch
 from lockstep import Session
 with Session(sys.argv[1], "sync.bucket_mb=1", sync=sys.argv[2]) as run:
@@ -125,19 +121,25 @@ with Session(sys.argv[1], "sync.bucket_mb=1", sync=sys.argv[2]) as run:
                 time.sleep(pause)
                 print("SLEPT", pause)
 """
-    done = script(2, code, tmp_path / "run", sync)
-    assert done.code == 0, done.output
-    slept = [float(seconds) for seconds in re.findall(r"SLEPT (\S+)", done.output)]
-    summary = summary_of(tmp_path / "run")
-    assert summary["steps"] == 20 and len(slept) == 19 and summary["trained_seconds"] > sum(slept)
-    shares = []
-    for rank in (0, 1):
-        text = (tmp_path / f"run/metrics/rank-{rank:05d}.prom").read_text()
-        phases = dict(re.findall(r"training_(grad_ready|sync_wait)_seconds_sum\{[^}]*\} (\S+)", text))
-        shares.append({name: float(seconds) for name, seconds in phases.items()})
-    fast, slow = shares
-    assert slow["grad_ready"] > sum(slept), (shares, slept)
-    assert slow["grad_ready"] > fast["grad_ready"] and fast["sync_wait"] > slow["sync_wait"], (shares, slept)
+
+
+@pytest.mark.promise("named-rank")
+def test_what_the_script_does_after_a_step_is_time_of_its_training(tmp_path: Path) -> None:
+    """Rank 1 sleeps after each step, twice as long as the step took. Rank 1 is the slow rank, also on a busy machine."""
+    names = ("flat", "ddp", product.FSDP, product.HOOKS)
+    for sync, done in zip(names, scripts(2, PAUSES, *((tmp_path / sync, sync) for sync in names)), strict=True):
+        assert done.code == 0, done.output
+        slept = [float(seconds) for seconds in re.findall(r"SLEPT (\S+)", done.output)]
+        summary = summary_of(tmp_path / sync)
+        assert summary["steps"] == 20 and len(slept) == 19 and summary["trained_seconds"] > sum(slept)
+        shares = []
+        for rank in (0, 1):
+            text = (tmp_path / f"{sync}/metrics/rank-{rank:05d}.prom").read_text()
+            phases = dict(re.findall(r"training_(grad_ready|sync_wait)_seconds_sum\{[^}]*\} (\S+)", text))
+            shares.append({name: float(seconds) for name, seconds in phases.items()})
+        fast, slow = shares
+        assert slow["grad_ready"] > sum(slept), (sync, shares, slept)
+        assert slow["grad_ready"] > fast["grad_ready"] and fast["sync_wait"] > slow["sync_wait"], (sync, shares, slept)
 
 
 SCRIPT = """

@@ -12,7 +12,7 @@ import torch
 
 from tests import product
 from tests.events import events, status_of, summary_of
-from tests.own.job import assert_weights, script, shared
+from tests.own.job import assert_weights, script, scripts, shared
 from tests.processes import Result
 
 CODE = """
@@ -73,8 +73,21 @@ with Session(run_dir, "checkpoint.every_steps=100", *words, config={"name": "fun
 """
 
 
-def train(run_dir: Path, *words: str, ranks: int = 2, code: str = CODE, **options: object) -> Result:
-    return script(ranks, code, run_dir, json.dumps(options), *words)
+def case(run_dir: Path, *words: str, **options: object) -> tuple[object, ...]:
+    return run_dir, json.dumps(options), *words
+
+
+def train(run_dir: Path, *words: str, code: str = CODE, **options: object) -> Result:
+    return script(2, code, run_dir, json.dumps(options), *words)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A run without options, and its output."""
+    run_dir = tmp_path_factory.mktemp("whole")
+    done = train(run_dir)
+    assert done.code == 0, done.output
+    return run_dir, done.output
 
 
 def assert_same(run_dir: Path, reference: Path) -> None:
@@ -86,8 +99,9 @@ def assert_same(run_dir: Path, reference: Path) -> None:
 @pytest.mark.parametrize("sync", ["ddp", "zero1"])
 def test_a_step_that_overflows_is_taken_again_and_none_is_lost(tmp_path: Path, sync: str) -> None:
     """Scales are powers of two: the weights are those without a scale, of all twenty steps."""
-    plain = train(tmp_path / "plain", f"sync.name={sync}")
-    half = train(tmp_path / "half", f"sync.name={sync}", scaled=True, fate="1:3:INF")
+    name = f"sync.name={sync}"
+    cases = case(tmp_path / "plain", name), case(tmp_path / "half", name, scaled=True, fate="1:3:INF")
+    plain, half = scripts(2, CODE, *cases)
     assert plain.code == half.code == 0, half.output
     assert "CALLS 20" in plain.output and half.output.count("CALLS 22") == 2, half.output
     assert_same(tmp_path / "plain", tmp_path / "half")
@@ -97,24 +111,24 @@ def test_a_step_that_overflows_is_taken_again_and_none_is_lost(tmp_path: Path, s
 @pytest.mark.parametrize("sync", ["flat", product.FSDP])
 def test_an_overflow_on_one_rank_leaves_out_the_step_of_a_loss_on_all(tmp_path: Path, sync: str) -> None:
     """The weights are those without a scaler, which leaves out the same step."""
-    plain = train(tmp_path / "plain", f"sync.name={sync}", "nonfinite=skip", loss=True, fate="1:7:INF")
-    assert plain.code == 0, plain.output
-    done = train(tmp_path / "scaled", f"sync.name={sync}", loss=True, scaled=True, fate="1:7:INF")
-    assert done.code == 0, done.output
+    how = {"loss": True, "fate": "1:7:INF"}
+    plain = case(tmp_path / "plain", f"sync.name={sync}", "nonfinite=skip", **how)
+    skipped, done = scripts(2, CODE, plain, case(tmp_path / "scaled", f"sync.name={sync}", scaled=True, **how))
+    assert skipped.code == done.code == 0, skipped.output + done.output
     assert done.output.count("SCALE 262144.0") == 2, done.output  # 2^16: doubled once, halved, doubled twice
     assert_same(tmp_path / "plain", tmp_path / "scaled")
 
 
 @pytest.mark.promise("half-precision")
-def test_the_scale_resumes_where_it_was(tmp_path: Path) -> None:
-    assert train(tmp_path / "calm", scaled=True).code == 0
+def test_the_scale_resumes_where_it_was(whole: tuple[Path, str], tmp_path: Path) -> None:
+    """Scales are powers of two: the weights are those without a scale."""
     left = train(tmp_path / "run", scaled=True, fate="1:13:LEAVE")
     assert left.code == 0 and "SCALE" not in left.output, left.output
     done = train(tmp_path / "run", scaled=True)
     assert done.code == 0 and "Resuming at step 13" in done.output, done.output
-    assert_same(tmp_path / "calm", tmp_path / "run")
+    assert_same(whole[0], tmp_path / "run")
     assert "SCALE 1048576.0" in done.output, done.output
-    calm, resumed = (events(tmp_path / name, "epoch")[-1] for name in ("calm", "run"))
+    calm, resumed = (events(run_dir, "epoch")[-1] for run_dir in (whole[0], tmp_path / "run"))
     assert calm["train_accuracy"] == resumed["train_accuracy"], "of the whole epoch, which both starts have a part of"
 
 
@@ -132,23 +146,24 @@ def test_an_overflow_that_no_scale_mends_ends_the_run(tmp_path: Path) -> None:
 def test_the_rank_and_the_parameter_of_a_nan_are_named(tmp_path: Path, sync: str, scaled: bool) -> None:
     """A NaN is not mistaken for an overflow of a scaled loss. A step that is left out changes no weight and no statistics."""
     how = {"norm": True, "scaled": scaled, "fate": "1:4:NAN"}
-    done = train(tmp_path / "run", f"sync.name={sync}", "nonfinite=stop", **how)
+    stop, skip = (case(tmp_path / kind, f"sync.name={sync}", f"nonfinite={kind}", **how) for kind in ("stop", "skip"))
+    done, skipped = scripts(2, CODE, stop, skip)
     named = "" if sync == product.FSDP else ", gradient of 0.weight"
     assert done.code == 1 and f"diverged at step 5: rank 1: loss is not finite{named}" in done.output, done.output
     assert "rank 0: " not in done.output.split("diverged at")[1].splitlines()[0]
-    skipped = train(tmp_path / "skip", f"sync.name={sync}", "nonfinite=skip", **how)
     assert skipped.code == 0 and "left out step 5: rank 1: loss" in skipped.output, skipped.output
     assert all(bool(torch.isfinite(tensor).all()) for tensor in shared(tmp_path / "skip")["model"].values())
 
 
 @pytest.mark.promise("session-same")
-def test_micro_batches_are_a_setting(tmp_path: Path) -> None:
-    whole, parts = train(tmp_path / "whole"), train(tmp_path / "parts", "micro_batch_size=5")
-    assert whole.code == parts.code == 0, parts.output
-    assert "CALLS 20" in whole.output and "CALLS 60" in parts.output, "each part of twelve in three"
-    assert_weights(tmp_path / "parts", shared(tmp_path / "whole")["model"], atol=1e-6)
-    right = {summary_of(tmp_path / name)["train_accuracy"] for name in ("whole", "parts")}
-    assert len(right) == 1 and f"RIGHT {right.pop()}\n" in whole.output, whole.output
+def test_micro_batches_are_a_setting(whole: tuple[Path, str], tmp_path: Path) -> None:
+    run_dir, output = whole
+    parts = train(tmp_path / "parts", "micro_batch_size=5")
+    assert parts.code == 0, parts.output
+    assert "CALLS 20" in output and "CALLS 60" in parts.output, "each part of twelve in three"
+    assert_weights(tmp_path / "parts", shared(run_dir)["model"], atol=1e-6)
+    right = {summary_of(each)["train_accuracy"] for each in (run_dir, tmp_path / "parts")}
+    assert len(right) == 1 and f"RIGHT {right.pop()}\n" in output, output
 
 
 @pytest.mark.promise("session-resume")
@@ -158,15 +173,14 @@ def test_dropout_differs_between_the_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.promise("session-resume")
-def test_a_run_of_so_many_steps_resumes_with_more(tmp_path: Path) -> None:
-    """Twelve steps end in the middle of an epoch of ten. A start with sixteen resumes there."""
-    for steps in (12, 16):
+def test_a_run_of_so_many_steps_resumes_with_more(whole: tuple[Path, str], tmp_path: Path) -> None:
+    """Twelve steps end in the middle of an epoch of ten. A start with twenty resumes there."""
+    for steps in (12, 20):
         done = train(tmp_path / "run", steps=steps)
         assert done.code == 0, done.output
         status = status_of(tmp_path / "run")
         assert status["step"] == steps and status["reason"] == "complete"
-    assert train(tmp_path / "whole", steps=16).code == 0
-    assert_same(tmp_path / "run", tmp_path / "whole")
+    assert_same(tmp_path / "run", whole[0])
 
 
 @pytest.mark.promise("session-resume")

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests import product
-from tests.own.job import script
-from tests.processes import LAUNCH, PYTHON, Result, run
+from tests.own.job import script, scripts
+from tests.processes import PYTHON, Result
+from tests.ranks import launching
 
 pytestmark = pytest.mark.promise("replicas-apart")
 
@@ -73,15 +74,16 @@ def steps_saved(run_dir: Path) -> list[int]:
     return sorted(int(path.name.split("-")[1].split(".")[0]) for path in (run_dir / "checkpoints").glob("step-*"))
 
 
-@pytest.mark.parametrize(("sync", "at", "every"), [("ddp", 1, 1), ("flat", 3, 100)])
-def test_replicas_that_differ_after_the_first_steps_are_named_before_anything_is_saved(
-    tmp_path: Path, sync: str, at: int, every: int
-) -> None:
-    run_dir = tmp_path / "run"
-    done = train(run_dir, f"apart:{at}", f"sync.name={sync}", f"checkpoint.every_steps={every}")
-    assert done.code == 1 and "the replicas are not the same after step" in done.output, done.output
-    assert "2.weight on rank 1 differs from rank 0's" in done.output and "Traceback" not in done.output, done.output
-    assert steps_saved(run_dir) == []
+def test_replicas_that_differ_after_the_first_steps_are_named_before_anything_is_saved(tmp_path: Path) -> None:
+    cases = (("ddp", 1, 1), ("flat", 3, 100))
+    words = [
+        (tmp_path / sync, f"apart:{at}", f"sync.name={sync}", f"checkpoint.every_steps={every}")
+        for sync, at, every in cases
+    ]
+    for (sync, *_), done in zip(cases, scripts(2, CODE, *words), strict=True):
+        assert done.code == 1 and "the replicas are not the same after step" in done.output, done.output
+        assert "2.weight on rank 1 differs from rank 0's" in done.output and "Traceback" not in done.output, done.output
+        assert steps_saved(tmp_path / sync) == []
 
 
 PLATEAU = """
@@ -100,18 +102,17 @@ with Session(run_dir, f"checkpoint.every_steps={every}", f"sync.name={sync}") as
 """
 
 
-@pytest.mark.parametrize(("sync", "every", "step"), [("flat", 0, 24), (product.FSDP, 1000, 25)])
-def test_learning_rates_that_differ_are_named_before_they_are_saved(
-    tmp_path: Path, sync: str, every: int, step: int
-) -> None:
+def test_learning_rates_that_differ_are_named_before_they_are_saved(tmp_path: Path) -> None:
     """A plateau lowers the rate of rank 1 alone. The error comes at the end of the epoch if that is saved, else one step later."""
-    done = script(2, PLATEAU, tmp_path / "run", str(every), sync)
-    assert done.code == 1 and done.output.count("learning rates") == 1, done.output
-    assert f"after step {step}: optimizer.param_groups[0] has 0.5 on rank 0, 0.05 on rank 1. " in done.output, (
-        done.output
-    )
-    assert "run.sum()" in done.output and "Traceback" not in done.output, done.output
-    assert steps_saved(tmp_path / "run") == ([8, 16] if every == 0 else [])
+    cases = (("flat", 0, 24, [8, 16]), (product.FSDP, 1000, 25, []))
+    outputs = scripts(2, PLATEAU, *((tmp_path / str(step), every, sync) for sync, every, step, _ in cases))
+    for (_, _, step, saved), done in zip(cases, outputs, strict=True):
+        assert done.code == 1 and done.output.count("learning rates") == 1, done.output
+        assert f"after step {step}: optimizer.param_groups[0] has 0.5 on rank 0, 0.05 on rank 1. " in done.output, (
+            done.output
+        )
+        assert "run.sum()" in done.output and "Traceback" not in done.output, done.output
+        assert steps_saved(tmp_path / str(step)) == saved
 
 
 OUTSIDE = """
@@ -199,34 +200,35 @@ with Session(sys.argv[1], f"sync.name={sys.argv[2]}") as run:
 """
 
 
-@pytest.mark.parametrize(("sync", "what"), [("flat", "outside"), (product.FSDP, "inside")])
-def test_what_is_trained_outside_of_the_session_is_named_once(tmp_path: Path, sync: str, what: str) -> None:
+def test_what_is_trained_outside_of_the_session_is_named_once(tmp_path: Path) -> None:
     """An unkept optimizer, a weight without an optimizer, moving copies of weights, and a generator that draws are named once each. So is a
     copy that the loop makes and changes. Kept, reseeded and recomputed objects are not, nor are gradients, norms, and copies that are
     compared or evaluated. Objects that raise when they are read are left alone."""
-    done = script(2, OUTSIDE, tmp_path / "run", sync, what)
+    calm, done = scripts(
+        2, OUTSIDE, (tmp_path / "inside", product.FSDP, "inside"), (tmp_path / "outside", "flat", "outside")
+    )
+    assert calm.code == 0 and "warning" not in calm.output, calm.output
     named = [line for line in done.output.splitlines() if "warning" in line]
-    assert done.code == 0 and len(named) == (13 if what == "outside" else 0), done.output
-    if named:
-        unused, optimizer, *below, weight = named[:7]
-        *moved, kept, value = named[7:]
-        hidden = ("closure.by_inner (SGD)", "bound.keywords['optimizer'] (SGD)", "bound.args[0]", "closure.inner")
-        assert all(name in line for name, line in zip(hidden, below, strict=True)), below
-        hidden = (
-            "teacher changes in place",
-            "the random generator order",
-            "centre changes in place",
-            "criterion changes in place",
-        )
-        assert all(name in line for name, line in zip(hidden, moved, strict=True)), moved
-        assert "no optimizer has the trainable 2.weight and 1 more" in unused
-        assert "the optimizer by_hand (SGD) does not come from run.optimizer()" in optimizer
-        assert (
-            "temperature is trained, and belongs to no replicated model: it differs between the ranks and is in no"
-            in weight
-        )
-        assert "run.keep(norm=…) differs between rank 1 and rank 0, and only the state of rank 0 is saved" in kept
-        assert "run.values['seen'] differs between rank 1 and rank 0" in value
+    assert done.code == 0 and len(named) == 13, done.output
+    unused, optimizer, *below, weight = named[:7]
+    *moved, kept, value = named[7:]
+    hidden = "closure.by_inner (SGD)", "bound.keywords['optimizer'] (SGD)", "bound.args[0]", "closure.inner"
+    assert all(name in line for name, line in zip(hidden, below, strict=True)), below
+    hidden = (
+        "teacher changes in place",
+        "the random generator order",
+        "centre changes in place",
+        "criterion changes in place",
+    )
+    assert all(name in line for name, line in zip(hidden, moved, strict=True)), moved
+    assert "no optimizer has the trainable 2.weight and 1 more" in unused
+    assert "the optimizer by_hand (SGD) does not come from run.optimizer()" in optimizer
+    assert (
+        "temperature is trained, and belongs to no replicated model: it differs between the ranks and is in no"
+        in weight
+    )
+    assert "run.keep(norm=…) differs between rank 1 and rank 0, and only the state of rank 0 is saved" in kept
+    assert "run.values['seen'] differs between rank 1 and rank 0" in value
 
 
 STATES = """
@@ -376,26 +378,26 @@ with Session(run_dir, "checkpoint.every_steps=5", f"sync.name={sync}") as run:
 """
 
 
-@pytest.mark.parametrize(
-    ("how", "sync", "named", "saved"),
-    [
-        ("mode", "flat", "step 7: the model has training mode on rank 0, evaluation mode on rank 1. This state is not saved", [5]),
-        ("mode", product.FSDP, "the modes are not the same after step 7: the model has", [5]),
-        ("frozen", "flat", "step 7: layer.weight has requires_grad=True on rank 0, requires_grad=False on rank 1. This state is not", [5]),
-        ("replaced", "flat", "step 7: drop has training mode on rank 0, evaluation mode on rank 1. This state is not saved", [5]),
-        ("buffer", "flat", "the buffer scale on rank 1 differs from rank 0's", []),
-        ("exact", "exact", "the buffer scale on rank 1 differs from rank 0's", []),
-        ("", "flat", "the buffer seen (and 2 more) differs between the ranks, because each rank updates it from its own", [5, 8]),
-    ],
-)  # fmt: skip
-def test_modes_and_buffers_that_must_be_the_same_are_compared(
-    tmp_path: Path, how: str, sync: str, named: str, saved: list[int]
-) -> None:
+_NOT_SAVED = "This state is not saved"
+DIFFERENT: dict[tuple[str, str], tuple[str, list[int]]] = {
+    ("mode", "flat"): (f"step 7: the model has training mode on rank 0, evaluation mode on rank 1. {_NOT_SAVED}", [5]),
+    ("mode", product.FSDP): ("the modes are not the same after step 7: the model has", [5]),
+    ("frozen", "flat"): (f"step 7: layer.weight has requires_grad=True on rank 0, requires_grad=False on rank 1. {_NOT_SAVED}", [5]),
+    ("replaced", "flat"): (f"step 7: drop has training mode on rank 0, evaluation mode on rank 1. {_NOT_SAVED}", [5]),
+    ("buffer", "flat"): ("the buffer scale on rank 1 differs from rank 0's", []),
+    ("exact", "exact"): ("the buffer scale on rank 1 differs from rank 0's", []),
+    ("", "flat"): ("the buffer seen (and 2 more) differs between the ranks, because each rank updates it from its own", [5, 8]),
+}  # fmt: skip
+"""Kind of loop and strategy → what is said, and the steps that are saved."""
+
+
+def test_modes_and_buffers_that_must_be_the_same_are_compared(tmp_path: Path) -> None:
     """Buffers that a step changes may differ by rank, except under `exact`. Other buffers, and modes during a step, must be equal."""
-    done = script(2, ALIKE, tmp_path / "run", how, sync)
-    assert done.code == (1 if how else 0) and named in done.output and "Traceback" not in done.output, done.output
-    assert steps_saved(tmp_path / "run") == saved
-    assert ("trains in evaluation mode" in done.output) == (not how), done.output
+    outputs = scripts(2, ALIKE, *((tmp_path / f"{how}-{sync}", how, sync) for how, sync in DIFFERENT))
+    for ((how, sync), (named, saved)), done in zip(DIFFERENT.items(), outputs, strict=True):
+        assert done.code == (1 if how else 0) and named in done.output and "Traceback" not in done.output, done.output
+        assert steps_saved(tmp_path / f"{how}-{sync}") == saved, how
+        assert ("trains in evaluation mode" in done.output) == (not how), done.output
 
 
 TABLES = """
@@ -465,6 +467,7 @@ def test_a_layer_that_one_rank_unfreezes_is_named(tmp_path: Path, how: str) -> N
     unfreeze the layer is the cause itself."""
     program = tmp_path / "train.py"
     program.write_text(UNFROZEN)
-    done = run([*LAUNCH, "--ranks", "2", "--", PYTHON, str(program), str(tmp_path / "run"), how])
+    with launching("--ranks", "2", "--", PYTHON, str(program), str(tmp_path / "run"), how) as gang:
+        done = gang.wait(240)
     said = "rank 0 trains 0.weight since this step, and rank 1 does not" in done.output
     assert done.code == 1 and "step 5: rank 1 did not arrive" in done.output and said == (how == "alone"), done.output
