@@ -71,10 +71,10 @@ def train(kind, run, steps):
         run.log(accuracy=run.evaluate(lambda x, y: (measured(x).argmax(1) == y).sum(), TensorDataset(X, Y)))
         if kind == "stop" and run.leader or kind == "agreed":
             run.stop("no better")
-for kind in sys.argv[3:]:
+for word in sys.argv[2:]:
     os.environ["RANK"] == "0" and print("KIND", file=sys.stderr)
-    with Session(f"{sys.argv[1]}/{kind}", sync="flat") as run:
-        train(kind, run, int(sys.argv[2]))
+    with Session(f"{sys.argv[1]}/{word.split(':')[0]}", sync="flat") as run:
+        train(word.split(":")[0], run, int(word.split(":")[1]))
 """
 WARNED = {
     "early": ["steps were taken after the last batch of their epoch", "steps were taken after the last batch of their epoch"],
@@ -98,8 +98,10 @@ def test_a_loop_that_trains_otherwise_on_ranks_or_after_a_resume_is_named(tmp_pa
     """Batches are listed before their steps, a copy of the model is measured after the steps that follow it, one rank alone stops, labels
     are ignored, a loss takes the largest ones or a mask, a term of it comes late, a hook carries a norm, labels and an order come from the
     weights, the best weights are in a temporary file, worker processes last for all epochs. What is right is not named."""
-    for start, steps in enumerate(("20", "30")):
-        done = script(2, CODE, tmp_path, steps, *WARNED)
+    for start, steps in enumerate((12, 20)):
+        # A function is checked at its 16th step.
+        words = (f"{kind}:{steps + 8 * (kind == 'late')}" for kind in WARNED)
+        done = script(2, CODE, tmp_path, *words)
         assert done.code == 0, done.output
         for (kind, of_starts), output in zip(WARNED.items(), done.output.split("KIND\n")[1:], strict=True):
             warnings = [line for line in output.splitlines() if "warning: " in line]
