@@ -12,7 +12,7 @@ import pytest
 
 from tests import product
 from tests.events import events
-from tests.own.job import script
+from tests.own.job import script, scripts
 from tests.processes import PYTHON, ROOT, Result, clean_env, run
 from tests.warm.gang import running
 
@@ -270,27 +270,26 @@ NETS = {
 DRAWS, COLLATES = "draws random numbers between two steps", "the collate function makes another entry"
 
 
-@pytest.mark.parametrize(
-    ("how", "code", "named"),
-    [
-        ("spectral norm", 2, "_u"), ("SyncBatchNorm", 2, "SyncBatchNorm"), ("compiled", 2, "compiled"),
-        ("tensor", 1, "exact need a step that can be called"), ("closure", 1, "cuts what the function is called with"),
-        ("loader", 2, "which samples of the global batch"), ("torch", 0, DRAWS), ("numpy", 0, DRAWS), ("python", 0, DRAWS),
-        ("one batch", 0, DRAWS), ("collate: mean", 0, COLLATES), ("collate: draw", 0, COLLATES),
-        ("train", 2, "batch statistics changed between two steps"), ("own", 2, "the same loss for the same samples"),
-        ("clamp", 2, "changes 0.weight"), ("sum", 1, "calls what needs all ranks at once"),
-        ("nan", 1, "diverged at step 2: rank 0: loss is not finite"), ("", 0, ""),
-    ],
-)  # fmt: skip
-def test_what_would_depend_on_the_ranks_is_refused_or_warned_of(
-    tmp_path: Path, how: str, code: int, named: str
-) -> None:
+SAID: dict[str, tuple[int, str]] = {
+    "spectral norm": (2, "_u"), "SyncBatchNorm": (2, "SyncBatchNorm"), "compiled": (2, "compiled"),
+    "tensor": (1, "exact need a step that can be called"), "closure": (1, "cuts what the function is called with"),
+    "loader": (2, "which samples of the global batch"), "torch": (0, DRAWS), "numpy": (0, DRAWS), "python": (0, DRAWS),
+    "one batch": (0, DRAWS), "collate: mean": (0, COLLATES), "collate: draw": (0, COLLATES),
+    "train": (2, "batch statistics changed between two steps"), "own": (2, "the same loss for the same samples"),
+    "clamp": (2, "changes 0.weight"), "sum": (1, "calls what needs all ranks at once"),
+    "nan": (1, "diverged at step 2: rank 0: loss is not finite"), "": (0, ""),
+}  # fmt: skip
+"""Model, step or loader → exit code, and what is said."""
+
+
+def test_what_would_depend_on_the_ranks_is_refused_or_warned_of(tmp_path: Path) -> None:
     """Models, steps and loaders whose bits would depend on the number of ranks. Between two epochs each rank may look at all samples.
     The rank whose part has a NaN is named."""
-    done = script(2, HABITS, tmp_path / "run", how, NETS.get(how, NETS[""]))
-    assert done.code == code and named in done.output, done.output
-    assert code != 2 or "Traceback" not in done.output, done.output
-    assert named or "warning" not in done.output, done.output
+    outputs = scripts(2, HABITS, *((tmp_path / f"run {how}", how, NETS.get(how, NETS[""])) for how in SAID))
+    for (how, (code, named)), done in zip(SAID.items(), outputs, strict=True):
+        assert done.code == code and named in done.output, (how, done.output)
+        assert code != 2 or "Traceback" not in done.output, done.output
+        assert named or "warning" not in done.output, done.output
 
 
 HIDDEN = """
@@ -337,23 +336,25 @@ with Session(run_dir, "log.weights_every=1", "checkpoint.every_steps=4", sync="e
 """
 
 
-@pytest.mark.parametrize(
-    ("how", "ranks", "steps", "named"),
-    [
-        ("number", 1, 0, "attribute passes"), ("late", 2, 4, "attribute passes"), ("tensor", 2, 1, "attribute mean"),
-        ("first", 2, 0, "first has another value"), ("data", 2, 0, "the buffer moved"), ("follower", 2, 1, "changes follower.weight"),
-        ("backward", 2, 0, "layer.weight already has a gradient"), ("collective", 1, 0, "calls allreduce"),
-        ("collective", 3, 0, "calls allreduce"), ("table", 1, 0, "argument 2 has 12 entries"),
-        ("table", 2, 0, "argument 2 has the same entries on all ranks"), ("", 2, 5, ""),
-    ],
-)  # fmt: skip
-def test_a_function_of_more_than_its_samples_is_refused_by_name(
-    tmp_path: Path, how: str, ranks: int, steps: int, named: str
-) -> None:
+OF_RANKS: dict[int, dict[str, tuple[int, str]]] = {
+    1: {"number": (0, "attribute passes"), "collective": (0, "calls allreduce"), "table": (0, "argument 2 has 12 entries")},
+    2: {
+        "late": (4, "attribute passes"), "tensor": (1, "attribute mean"), "first": (0, "first has another value"),
+        "data": (0, "the buffer moved"), "follower": (1, "changes follower.weight"), "backward": (0, "layer.weight already has a gradient"),
+        "table": (0, "argument 2 has the same entries on all ranks"), "": (5, ""),
+    },
+    3: {"collective": (0, "calls allreduce")},
+}  # fmt: skip
+"""Ranks → function → steps that are used, and what is said."""
+
+
+@pytest.mark.parametrize("ranks", OF_RANKS)
+def test_a_function_of_more_than_its_samples_is_refused_by_name(tmp_path: Path, ranks: int) -> None:
     """It is refused before the step is used. An average shows in its second step, and a state that begins later shows after a save."""
-    done = script(ranks, HIDDEN, tmp_path / "run", how)
-    assert done.code == (2 if named else 0) and named in done.output and "Traceback" not in done.output, done.output
-    assert len(hashes(tmp_path / "run")) == steps
+    outputs = scripts(ranks, HIDDEN, *((tmp_path / f"run {how}", how) for how in OF_RANKS[ranks]))
+    for (how, (steps, named)), done in zip(OF_RANKS[ranks].items(), outputs, strict=True):
+        assert done.code == (2 if named else 0) and named in done.output and "Traceback" not in done.output, done.output
+        assert len(hashes(tmp_path / f"run {how}")) == steps, how
 
 
 UNFROZEN = """
