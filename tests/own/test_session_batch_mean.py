@@ -209,7 +209,7 @@ for kind in kinds:
         def later(x, y):
             each = F.cross_entropy(model(x), y, reduction="none")
             return each.topk(2).values.mean() if epoch else each.mean()
-        for epoch in run.epochs(2):
+        for epoch in run.epochs(1 + (kind == "later")):
             loader = torch.utils.data.DataLoader(data, 2, sampler=torch.utils.data.DistributedSampler(data, 2, run.rank))
             for batches in run.iterate(loader, accumulate=4) if kind in ("parts", "whole") else ():
                 for x, y in run.accumulate(batches):

@@ -73,7 +73,7 @@ SAYS = {
 )
 def test_a_rank_that_leaves_alone_is_named_within_seconds(tmp_path: Path, kind: str, sync: str) -> None:
     """`script` waits 240 s, and `collective_timeout` is 600 s."""
-    ranks = 2 if kind == "ways" or "after the loop" in kind else 4
+    ranks = 2 if kind == "ways" or "after the loop" in kind else 3
     done = script(ranks, SCRIPT, tmp_path / "run", kind, sync)
     sentence = SAYS.get(kind, SKIPPED)
     assert done.code == 1 and done.output.count(sentence) == 1, "said once, and not by every rank"

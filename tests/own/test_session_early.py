@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import PYTHON, ROOT, clean_env, poll, ranks_of, run, started
+from tests.ranks import launching
 from tests.warm.gang import running
 
 pytestmark = pytest.mark.promise("signals")
@@ -82,12 +83,11 @@ signal.signal(signal.SIGUSR1, lambda *_: heard.append(1))
 while not heard:
     time.sleep(0.02)
 """
-    command = [*LAUNCH, "--ranks", "2", "--", PYTHON, "-c", program, str(tmp_path)]
-    with started(command) as launcher:
+    with launching("--max-restarts", "2", "--ranks", "2", "--", PYTHON, "-c", program, str(tmp_path)) as launcher:
         poll((tmp_path / "ending").exists, what="the end of rank 1")
         launcher.send_signal(signal.SIGUSR1)
-        output, _ = launcher.communicate(timeout=240)
-    assert launcher.returncode == 0 and output.count("start again") == 1, output
+        done = launcher.wait(240)
+    assert done.code == 0 and done.output.count("start again") == 1, done.output
 
 
 def test_a_program_that_opens_no_session_has_its_signals() -> None:
