@@ -279,7 +279,7 @@ class Api:
     ) -> urllib3.BaseHTTPResponse:
         """Returns the server's answer, whatever its status, after up to `attempts` attempts. Raises `Unreachable`.
 
-        No attempt begins when `timeout` seconds are over.
+        No attempt begins when `timeout` seconds are over, but for one after a pause that the server asks for.
         """
         headers = {"Accept": "application/json"}
         if body is not None:
