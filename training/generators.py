@@ -66,10 +66,11 @@ def set_state(generator: Any, state: Any) -> None:
         version, numbers, gauss = state
         generator.setstate((version, tuple(torch.as_tensor(numbers).tolist()), gauss))
     elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-        seeds: Any = generator.bit_generator.seed_seq
-        if (missing := state["children"] - _children(generator)) > 0:
-            seeds.spawn(missing)
+        bits: Any = generator.bit_generator
+        if _children(generator) != state["children"]:  # numpy takes their number at construction alone
+            seeds = bits.seed_seq
+            bits.__init__(type(seeds)(**{**seeds.state, "n_children_spawned": state["children"]}))
+        bits.state = state
     else:
         generator.set_state(state)
 

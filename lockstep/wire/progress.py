@@ -160,10 +160,10 @@ class RankProgress:
 
 
 def seen(folder: Path, rank: int, also_ending: bool = False) -> RankProgress | None:
-    """Reads the progress of a rank; None: the rank has written none, or it ends.
+    """Reads the progress of a rank; None: the rank has written none, or (unless `also_ending`) it ends.
 
     Args:
-        also_ending: reads that of a rank that ends, too. Its last checkpoint may still be on its way to a bucket.
+        also_ending: its last checkpoint may still be on its way to a bucket.
     """
     try:
         data = (folder / f"progress-{rank}").read_bytes()

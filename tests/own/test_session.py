@@ -246,6 +246,9 @@ WRONG = {
         "RuntimeError", "has nothing left"),
     "two loops in one epoch": (
         LOOP + "for _ in 'ab':\n            for b in run.batches(DATA, 16): step(run, m, b)", "RuntimeError", "one loop over"),
+    "an extra state that no checkpoint holds": (
+        "L = type('L', (torch.nn.Linear,), {'get_extra_state': lambda _: {'at': 1j}, 'set_extra_state': print}); "
+        "run.replicate(torch.nn.Sequential(L(1, 1)))", "TypeError", "0.get_extra_state()/at: "),
     "the sum of a tensor": ("make(run); run.sum(torch.ones(2))", "TypeError", "sum(run.gather(tensor))"),
 }  # fmt: skip
 """Lines, the kind of error, and the call, argument or setting that it names."""

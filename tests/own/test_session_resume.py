@@ -106,7 +106,7 @@ with Session(sys.argv[1]) as run:
 
 
 AGAIN = """
-import hashlib, os, signal, sys, time, torch
+import hashlib, os, signal, sys, time, numpy as np, torch
 from lockstep import Session
 class Tempered:
     def __init__(self):
@@ -132,11 +132,12 @@ def start(name, steps, ends=-1, every=0):
         net[0].requires_grad_(False)
         model = run.replicate(net)
         optimizer = run.optimizer(lambda _: torch.optim.SGD(net[1:].parameters(), lr=0.1, momentum=0.9))
-        kept, once = Tempered(), Once()
-        run.keep(kept=kept, once=once)
+        kept, once, seeds = Tempered(), Once(), np.random.default_rng(5)
+        run.keep(kept=kept, once=once, seeds=seeds)
         for epoch in run.epochs(steps=steps):
             centre, steps_done, first = once.centre, run.values.setdefault("steps", []), optimizer.param_groups[0]
             kept.tau *= 0.9
+            noise = seeds.spawn(1)[0].random()
             net.scale.mul_(0.8)
             run.values["tau"] = run.values.get("tau", 1.0) * 0.7
             optimizer.param_groups[0]["momentum"] *= 0.9
@@ -159,7 +160,7 @@ def start(name, steps, ends=-1, every=0):
             for (x,) in run.batches(torch.utils.data.TensorDataset(torch.randn(24, 4)), 8):
                 for group in first, *optimizer.param_groups[1:]:
                     group["lr"] = group["lr"] * 0.97
-                run.step(lambda x: ((model(x) - centre).square() * kept.tau * net.scale * run.values["tau"]).mean(), x)
+                run.step(lambda x: ((model(x) - centre).square() * kept.tau * net.scale * run.values["tau"] * noise).mean(), x)
                 centre.add_(0.01)
                 optimizer.state["seen"] = optimizer.state.get("seen", 0) + 1
                 steps_done.append(run.steps)
@@ -179,8 +180,9 @@ print(f"same: {start('parts', 11) == whole}\\n", end="", flush=True)  # one writ
 
 @pytest.mark.parametrize(("ranks", "sync"), [(1, "flat"), (2, "exact")])
 def test_what_a_script_does_before_the_batches_of_an_epoch_counts_once(tmp_path: Path, ranks: int, sync: str) -> None:
-    """The run resumes within an epoch, so the script changes weights, rates, groups, values, buffers and layers a second time. What it
-    holds before the batches, it holds in them: a group, a list of values, the state of a kept object, which is loaded once."""
+    """The run resumes within an epoch, so the script changes weights, rates, groups, values, buffers and layers a second time, and
+    spawns a generator. What it holds before the batches, it holds in them: a group, a list of values, the state of a kept object, which is
+    loaded once."""
     done = script(ranks, AGAIN, tmp_path, sync)
     assert done.code == 0 and "same: True" in done.output and done.output.count("ended early by SIGTERM") == 3, (
         done.output

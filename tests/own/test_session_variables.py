@@ -64,6 +64,15 @@ class Partial:
         return {"total": self.total}
     def load_state_dict(self, state):
         self.total = state["total"]
+class Cursor:  # it begins at its loaded position
+    pos = loaded = 0
+    def __iter__(self):
+        self.pos = self.loaded
+        return self
+    def state_dict(self):
+        return {"pos": self.pos}
+    def load_state_dict(self, state):
+        self.loaded = state["pos"]
 class Net(torch.nn.Linear):
     last, scale = None, 1.0
     def forward(self, x):
@@ -89,8 +98,8 @@ def train(kind, run, steps):
     slots.n = 0
     other = itertools.cycle([1, 2]) if kind == "moved" else None
     weights, noise, best, clock = {name: p.detach().clone() for name, p in net.named_parameters()}, random.Random(3), None, time.time()
-    partial, spawned = Partial(), np.random.default_rng(2)
-    run.keep(partial=partial, spawned=spawned)
+    partial, spawned, cursor, beats = Partial(), np.random.default_rng(2), Cursor(), [time.time()] * 300
+    run.keep(partial=partial, spawned=spawned, cursor=cursor)
     read, network, tries = torch.utils.data.DataLoader([1.0, 2.0]), net, run.values.get("tries", 0)
     box, text, log = io.BytesIO(), open(helper.__file__, "rb"), open(f"{sys.argv[1]}/log-{run.rank}", "a")
     ended = filter(None, (number for number in (1, 2)))
@@ -156,6 +165,7 @@ def train(kind, run, steps):
                 ages[150] += 1
                 places, seen_before = places.roll(1), {number + 1 for number in seen_before}
             elif kind == "calm":
+                cursor.pos, beats = cursor.pos + 1, [time.time()] * 300
                 clock, run.values["tries"] = time.time(), run.values.get("tries", 0) + 1
                 tries = run.values["tries"]
                 network = run.for_evaluation()

@@ -265,7 +265,6 @@ def gather(state: TrainState) -> dict[str, Any] | None:
         "sync": state.sync.state_dict(),
         "kept": state.user_state.rank_state(),
     }
-    check_tree(rank_state["extra"], "get_extra_state() of the model's module ")
     ranks = gather_trees(rank_state, state.world)
     model = state.sync.full_parameters(state.model)
     average = state.sync.full_parameters(state.ema.average) if state.ema else {}
@@ -305,10 +304,17 @@ def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
-    """Returns the modules with a state besides parameters and buffers, by name."""
-    plain_state = nn.Module.get_extra_state
-    named = {name: module for name, module in model.named_modules() if type(module).get_extra_state is not plain_state}
-    return plain(model, named)
+    """Returns the modules that get and set a state besides parameters and buffers, by name."""
+    of_torch = {nn.Module.get_extra_state, nn.Module.set_extra_state}
+    named = model.named_modules()
+    has = {path: one for path, one in named if not of_torch & {type(one).get_extra_state, type(one).set_extra_state}}
+    return plain(model, has)
+
+
+def check_extra_state(model: nn.Module) -> None:
+    """Raises `TypeError` if no checkpoint can hold what `get_extra_state` of a module returns."""
+    for name, module in _with_extra_state(model).items():
+        check_tree(module.get_extra_state(), f"{name or type(module).__name__}.get_extra_state()")
 
 
 def _transient(model: nn.Module) -> list[str]:

@@ -52,6 +52,7 @@ def has_no_parameter(module: nn.Module) -> bool:
 
 
 def has_parameters(value: Any) -> bool:
+    """Returns whether a value is a module, constructed, with parameters."""
     return issubclass(type(value), nn.Module) and "_parameters" in vars(value) and not has_no_parameter(value)
 
 
@@ -158,7 +159,7 @@ def returns(code: types.CodeType) -> bool:
 @functools.cache
 def set_anew(kind: Any) -> set[str]:
     """Returns the attributes that methods other than constructors set, and never from themselves: what they hold lasts for one call, or can
-    be computed again. Leaves out the methods of torch, which are many."""
+    be computed again. The attributes of torch itself never count, so its many methods are not read."""
     kinds = [one for one in kind.__mro__ if root_of(one) not in ("torch", "builtins")]
     methods = [function for one in kinds for name, function in vars(one).items() if name != "__init__"]
     statements = [statement for function in methods for statement in _statements(code_of(function))]

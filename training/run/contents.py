@@ -49,6 +49,7 @@ _SET_BY_TORCH = ("_zero_grad_profile_name", "_opt_called", "_step_count")
 _OF_OPTIMIZER = {*torch.optim.Optimizer.__init__.__code__.co_names, *_SET_BY_TORCH, "step", "add_param_group", "sync"}
 """Attributes of optimizers that belong to torch or Lockstep: names in the constructor, as a first optimizer imports torch's compiler."""
 _OF_DATA = (Dataset, Sampler, DataLoader)
+_SCHEDULE = torch.optim.lr_scheduler.LRScheduler
 _HOLDERS = (argparse.Namespace, types.SimpleNamespace, functools.partial, types.MethodType, queue.Queue, ContextVar)
 """Types of Python whose contents a script sets."""
 _STATES = (int, float, str, tuple, torch.Tensor, np.ndarray)
@@ -113,7 +114,7 @@ def _known(state: TrainState) -> list[Any]:
     inside = [
         (name, [thing.state, thing.param_groups] if isinstance(thing, torch.optim.Optimizer) else thing)
         for name, thing in things
-        if not isinstance(thing, torch.optim.lr_scheduler.LRScheduler)  # it has an optimizer that need not be kept
+        if not isinstance(thing, _SCHEDULE)  # it has an optimizer that need not be kept
     ]
     drawn = [*kept.generators.values(), *generators.of_process(state.world.device).values()]
     return drawn + [value for _, value, *_ in _below(inside, [])]
@@ -157,17 +158,21 @@ def _below(
         is_open = issubclass(kind, nn.Module) and has_no_parameter(value)
         if not left or issubclass(kind, torch.optim.Optimizer) or (issubclass(kind, nn.Module) and not is_open):
             continue
-        holds = issubclass(kind, (dict, *SEQUENCES))
+        holds = issubclass(kind, (dict, list, tuple)) or (issubclass(kind, deque) and (is_own or is_part))
         # A quasi-random sequence, such as scipy's Halton, counts its points.
         is_sequence = hasattr(kind, "fast_forward")
         names = not holds and (of_script or is_open or is_sequence or issubclass(kind, (*_HOLDERS, *_OF_DATA)))
         parts = holds and (is_own or is_part)
         left = (left if names or parts else min(left, DEPTH)) - 1
-        waiting.extend((Reached(inner, item, names, parts), left) for inner, item in _inside(name, value))
+        waiting.extend((Reached(inner, item, names, parts), left) for inner, item in _inside(name, value, parts))
 
 
-def _inside(name: str, value: Any) -> list[tuple[str, Any]]:
-    """Returns the items or attributes of a value, or what a function is bound to, with their names."""
+def _inside(name: str, value: Any, is_part: bool) -> list[tuple[str, Any]]:
+    """Returns the items or attributes of a value, or what a function is bound to, with their names.
+
+    Args:
+        is_part: whether the script names a dictionary or what holds it. A library's may be a cache, so keys that are no text do not count.
+    """
     if issubclass(type(value), types.FunctionType):
         names = value.__code__.co_varnames[: value.__code__.co_argcount]
         defaults = zip(reversed(names), reversed(value.__defaults__ or ()))
@@ -178,11 +183,15 @@ def _inside(name: str, value: Any) -> list[tuple[str, Any]]:
     if issubclass(type(value), ContextVar):
         return [(f"{name}.get()", value.get(None))]
     if issubclass(type(value), dict):
-        some = enumerate(itertools.islice(dict.items(value), ITEMS))
-        places = ((f"[{key!r}]" if type(key) in (str, int) else f".values()[{at}]", item) for at, (key, item) in some)
-        return [(name + place, item) for place, item in places]
+        items = [*itertools.islice(dict.items(value), ITEMS)]
+        named = [(f"{name}[{key!r}]", item) for key, item in items if type(key) in (str, int)]
+        others = [
+            (f"{name}.values()[{at}]", item) for at, (key, item) in enumerate(items) if type(key) not in (str, int)
+        ]
+        return [*named, *(others if is_part else [])]
     if issubclass(type(value), SEQUENCES):
-        return [(f"{name}[{index}]", item) for index, item in enumerate(itertools.islice(value, ITEMS))]
+        items = [*itertools.islice(value, ITEMS)]  # at once: a thread may fill a deque
+        return [(f"{name}[{at}]", item) for at, item in enumerate(items)]
     attributes: dict[str, Any] = {}
     with contextlib.suppress(AttributeError):  # a proxy may compute it
         attributes |= vars(value) if issubclass(type(value), type) else object.__getattribute__(value, "__dict__")
@@ -224,7 +233,7 @@ def in_models(state: TrainState, others: Iterable[Reached]) -> Iterator[Reached]
     last activations, is no state.
 
     Args:
-        others: values of the script. Modules that are no part of the model count, too.
+        others: values of the script. Of these it reads modules with parameters, as it reads the model.
     """
     named = [(plain_name(state.model, name.lstrip(".")), value) for name, value in _in_modules(state.model)]
     inside = {id(module) for model in state.models for module in model.modules()}
@@ -234,8 +243,8 @@ def in_models(state: TrainState, others: Iterable[Reached]) -> Iterator[Reached]
         if issubclass(type(holder), nn.Module):
             of_modules = _in_modules(network_of(holder), inside)
             named += [(f"{name}.{inner.lstrip('.')}", value) for inner, value in of_modules]
-        elif is_of_script(root_of(holder)):
-            named += _states_of(name, holder)
+        elif is_of_script(root_of(holder)) and not (issubclass(type(holder), _SCHEDULE) or hasattr(holder, "__iter__")):
+            named += _states_of(name, holder)  # not of a loader, which may load its state only as it begins
     for name, optimizer in state.optimizers.items():
         # `reached` has those of the script's optimizers.
         named += [] if is_of_script(root_of(optimizer)) else _states_of(name, optimizer, _OF_OPTIMIZER)
@@ -246,7 +255,10 @@ def in_models(state: TrainState, others: Iterable[Reached]) -> Iterator[Reached]
 def _in_modules(model: nn.Module, without: Collection[int] = ()) -> Iterator[tuple[str, Any]]:
     """Yields the names and values in the modules of a model, without the modules of these identities."""
     for path, module in ((path, one) for path, one in model.named_modules() if id(one) not in without):
-        yield from _states_of(path, module, OF_TORCH)
+        is_private = not is_of_script(root_of(module))
+        pruned = {key.removesuffix("_orig") for key in module._parameters}
+        states = _states_of(path, module, {*OF_TORCH, *pruned})
+        yield from ((name, value) for name, value in states if not (is_private and name[len(path) + 1] == "_"))
         for key, parameter in module._parameters.items():
             yield from [] if parameter is None else _states_of(f"{path}.{key}", parameter)
         for hook in _hooks_of(module):

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from .. import sync as strategies
-from ..checkpoint.state import averaged_buffers, parameter_names
+from ..checkpoint.state import averaged_buffers, check_extra_state, parameter_names
 from ..config import Sync
 from ..contract import UserError, named
 from ..optim.ema import Ema
@@ -124,6 +124,7 @@ class Replica:
             UserError: the strategy does not support the model, or does not support several.
             ValueError: the name is taken, or two models share a parameter.
             RuntimeError: an optimizer exists already.
+            TypeError: no checkpoint can hold the extra state of a module.
         """
         if name in self._parts:
             raise ValueError(
@@ -144,6 +145,7 @@ class Replica:
                 "takes one model: several would lose its state, or a rank's part of it",
                 "use sync.name=flat or ddp for several, or replicate one module that holds them",
             )
+        check_extra_state(model)
         model.to(self._world.device)
         of_script = {hook for hook, *_ in hooks_of(model)}
         self.made += [value for _, value in tables_of(model)]

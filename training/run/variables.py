@@ -56,6 +56,8 @@ SHORT = 16
 """A list of at most so many whole numbers is no table: ranks may have different ones, such as their experts or groups."""
 _SAMPLE = 1 << 16
 """Numbers of a tensor or an array that a digest reads, evenly spaced, or the first ones of each dimension (`beginning`)."""
+_LONG = 1 << 12
+"""Plain values of a long list, set or dictionary that a digest reads, evenly spaced, besides the first and last ones."""
 _BYTES = (bytearray, array.array, ctypes._SimpleCData, ctypes.Array, io.BytesIO)
 _COUNTING = (enumerate, zip, map, itertools.islice)
 _NO_OBJECTS = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
@@ -95,7 +97,7 @@ class Variables:
         """(name, identity) of the script's variables where the loop begins."""
         self._names: list[str] = []
         """The names of the script's values where the loop begins, in their order (`begin`)."""
-        self._start = {name: mark for name, (_, mark) in self._marks(_held(state), self._things()).items()}
+        self._start = {name: mark for name, (_, mark) in self._marks(*self._now()).items()}
         self._loop = dict[str, Any]()
         """Marks of the values where the loop begins."""
         self._in_models = dict[str, Any]()
@@ -107,13 +109,12 @@ class Variables:
         if self._bound is None:
             self._bound = {(name, id(value)) for space in spaces(self._functions) for name, value in space.items()}
             self._names = list(dict.fromkeys(one.name for one in reached(self._state, self._functions) if one.is_own))
-            self._loop = {name: mark for name, (_, mark) in self._marks(_held(self._state), self._things()).items()}
+            self._loop = {name: mark for name, (_, mark) in self._marks(*self._now()).items()}
             self._start |= {name: mark for name, mark in self._loop.items() if name.endswith(_OBJECT)}
 
     def note_models(self) -> None:
         """Notes the attributes of models and optimizers. A first pass may set some, such as a table of positions."""
-        marks = self._model_marks(_held(self._state), self._things())
-        self._in_models = {name: mark for name, (_, mark) in marks.items()}
+        self._in_models = {name: mark for name, (_, mark) in self._model_marks(*self._now()).items()}
 
     def changed(self, samples: int, batch: Any) -> Iterator[tuple[str, str, bool]]:
         """Yields (name, digest, whether ranks must agree on the value) of each iterator, and of each variable that has changed since the
@@ -124,7 +125,7 @@ class Variables:
             samples: as many entries as a tensor of the rank's last batch has.
             batch: the batch that the loop has just given to the script, whose variables last for one batch.
         """
-        held, things = _held(self._state), self._things()
+        held, things = self._now()
         for name, (value, mark) in self._model_marks(held, things).items():
             if mark != self._in_models.get(name, mark) and (text := _digest(value, held)) is not None:
                 yield name, text, False
@@ -164,7 +165,7 @@ class Variables:
         before = {name: text for name, text in before.items() if _sort_of(text) == sort}
         if not before:
             return []
-        held, things = _held(self._state), self._things()
+        held, things = self._now()
         marks = self._marks(held, things) | self._model_marks(held, things)
         now = {name: (value, _digest(value, held)) for name, (value, _) in marks.items() if name in before}
         others = [
@@ -191,22 +192,18 @@ class Variables:
         """Yields the name and value of each generator that has drawn, and of each tensor, or object of tensors, that has changed in
         place since the loop began. Of single tensors only the first: a tensor that accumulates may be set to zero before it is read."""
         has_tensor = False
-        for name, (value, mark) in self._marks(_held(self._state), self._things()).items():
+        for name, (value, mark) in self._marks(*self._now()).items():
             is_tensor = issubclass(type(value), torch.Tensor)
             if _has_moved(self._loop.get(name), mark) and not (is_tensor and has_tensor):
                 has_tensor |= is_tensor
                 yield name, value
 
-    def _things(self) -> list[Reached]:
-        """Returns the script's values."""
-        return reached(self._state, self._functions, self._bound)
+    def _now(self) -> tuple[set[int | None], list[Reached]]:
+        """Returns the tensors and generators that a checkpoint holds (`_held`), and the script's values."""
+        return _held(self._state), reached(self._state, self._functions, self._bound)
 
     def _marks(self, held: set[int | None], things: list[Reached]) -> Marks:
-        """Returns the marks of those values that no checkpoint holds. Two marks are equal if the value has not changed.
-
-        Args:
-            held: the tensors and generators that a checkpoint holds (`_held`).
-        """
+        """Returns the marks of those values that no checkpoint holds. Two marks are equal if the value has not changed."""
         with contextlib.suppress(Exception):  # as in `reached`
             things = [*things, *built(self._state)]
         self._kinds = {name: type(value) for name, value, *_ in things if type(value) is not Same}
@@ -360,23 +357,18 @@ def _print(value: Any, held: set[int | None], leaf: Callable[[Any], Any], depth:
     if not depth or not issubclass(kind, (dict, set, frozenset, *SEQUENCES)):
         return None
     count, most = len(value), max(1, ITEMS // 10 ** (DEPTH - depth))  # fewer of each inner one
-    if depth == DEPTH and 2 * most < count <= _SAMPLE and (texts := _plain_texts(value)):
-        return [count, zlib.crc32(repr(texts).encode())]
+    is_long = count > 2 * most
     if issubclass(kind, (set, frozenset)):  # in no order
-        return [count, sorted(map(repr, value)) if count <= 2 * most else None]
+        is_read = not is_long or (count <= _LONG and all(type(item) in (*PLAIN, float) for item in value))
+        return [count, sorted(map(repr, value)) if is_read else None]
     items = dict.items(value) if issubclass(kind, dict) else value
-    some = [*items] if count <= 2 * most else [*itertools.islice(items, most), *itertools.islice(reversed(items), most)]
-    parts = itertools.chain.from_iterable(some) if issubclass(kind, dict) else some
+    some = [*itertools.islice(items, most), *itertools.islice(reversed(items), most)] if is_long else [*items]
+    parts = [*itertools.chain.from_iterable(some)] if issubclass(kind, dict) else some
+    if is_long and depth == DEPTH:
+        values = dict.values(value) if issubclass(kind, dict) else value
+        spaced = itertools.islice(values, 0, None, _stride(count, _LONG))
+        parts += [item for item in spaced if type(item) in (*PLAIN, float)]
     return [count, [_print(part, held, leaf, depth - 1) for part in parts]]
-
-
-def _plain_texts(value: Any) -> list[str]:
-    """Returns a text for each item of a list, a set or a dictionary of plain values, or [] for one of others."""
-    items = itertools.chain.from_iterable(dict.items(value)) if issubclass(type(value), dict) else value
-    texts = [repr(item) for item in items if type(item) in (*PLAIN, float)]
-    if len(texts) != len(value) * (1 + issubclass(type(value), dict)):
-        return []
-    return sorted(texts) if issubclass(type(value), (set, frozenset)) else texts
 
 
 def _is_mapped(array: np.ndarray) -> bool:
@@ -407,9 +399,10 @@ def _is_compared(tensor: torch.Tensor, held: set[int | None]) -> bool:
     return storage(tensor) not in held and has_bytes(tensor.detach()) and not tensor.is_inference()
 
 
-def _stride(size: int) -> int:
-    """Returns the distance between numbers of a sample. It has no common factor with the size, so no row or column is left out."""
-    return next(step for step in itertools.count(max(1, size // _SAMPLE)) if math.gcd(step, size) <= 1)
+def _stride(size: int, sample: int = _SAMPLE) -> int:
+    """Returns the distance between values of a sample. It has no common factor with the size, so that the sample meets every column of a
+    table."""
+    return next(step for step in itertools.count(max(1, size // sample)) if math.gcd(step, size) == 1)
 
 
 def _is_time(value: Any) -> bool:
