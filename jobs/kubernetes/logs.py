@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lockstep.training.contract import UserError
 
@@ -21,7 +21,7 @@ from .render import CONTAINERS
 
 if TYPE_CHECKING:
     from ..backend import JobRecord
-    from .backend import KubernetesBackend
+    from .api import Api
 
 SILENCE = 300.0
 """Seconds without a line after which a stream is opened anew: a dead connection looks like silence."""
@@ -31,10 +31,23 @@ LogCursor = tuple[str, str]
 """The position up to which a pod's log has been read: the pod's uid, and the time of the last line."""
 
 
+class Queries(Protocol):
+    """The part of the backend that a reader asks. `interval` and `lost_after` are seconds."""
+
+    api: Api
+    namespace: str
+    interval: float
+    lost_after: float
+
+    def find(self, name: str) -> JobRecord | None: ...
+    def pods(self, job: dict[str, Any]) -> list[dict[str, Any]]: ...
+    def pod(self, job: dict[str, Any], host: str) -> dict[str, Any] | None: ...
+
+
 class Reader:
     """Follows the pods of one job. An outage of the server ends it after the backend's `lost_after` seconds."""
 
-    def __init__(self, backend: KubernetesBackend, known: JobRecord) -> None:
+    def __init__(self, backend: Queries, known: JobRecord) -> None:
         self.backend, self.known = backend, known
         self._stop = threading.Event()
         self._gone_since: float | None = None
@@ -114,10 +127,10 @@ class Reader:
 
     def _over(self) -> bool:
         """Returns whether the job has ended, or has been gone for a while. Another job may have its name by now."""
-        found = self.backend.find(self.known.name)
-        if found is not None and get(found.handle, "metadata", "uid") == get(self.known.handle, "metadata", "uid"):
+        live = self.backend.find(self.known.name)
+        if live is not None and get(live.handle, "metadata", "uid") == get(self.known.handle, "metadata", "uid"):
             self._gone_since = None
-            return state_of(found.handle) in FINAL
+            return state_of(live.handle) in FINAL
         self._gone_since = self._gone_since or time.monotonic()
         return time.monotonic() - self._gone_since > min(self.backend.lost_after, 30)
 

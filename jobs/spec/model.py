@@ -251,13 +251,15 @@ class JobSpec(Section):
         `fresh` is not part of the hash: a job that was started over resumes when it is submitted again without `fresh`. Namespace,
         context and host are not part of it either.
         """
-        if "_hash" not in self.__dict__:
-            # A section with nothing but the place is empty.
-            given = self._by_hash(self.plain(PLACES)).items()
-            plain = {name: value for name, value in given if name != "fresh" and value != {}}
-            text = json.dumps(plain, sort_keys=True, ensure_ascii=False)
-            self.__dict__["_hash"] = hashlib.sha256(text.encode()).hexdigest()[:16]
-        return str(self.__dict__["_hash"])
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> str:
+        # A section with nothing but the place is empty.
+        given = self._by_hash(self.plain(PLACES)).items()
+        plain = {name: value for name, value in given if name != "fresh" and value != {}}
+        text = json.dumps(plain, sort_keys=True, ensure_ascii=False)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """Returns a copy without the values that were computed from settings in `update`."""
