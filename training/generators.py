@@ -76,7 +76,7 @@ def set_state(generator: Any, state: Any) -> None:
 
 
 def _children(generator: np.random.Generator) -> int:
-    """Returns the number of generators that `spawn` has made from the seeds of this one."""
+    """Returns the number of child generators that `spawn` has made."""
     return getattr(generator.bit_generator.seed_seq, "n_children_spawned", 0)
 
 

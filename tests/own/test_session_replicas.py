@@ -388,7 +388,7 @@ DIFFERENT: dict[tuple[str, str], tuple[str, list[int]]] = {
     ("exact", "exact"): ("the buffer scale on rank 1 differs from rank 0's", []),
     ("", "flat"): ("the buffer seen (and 2 more) differs between the ranks, because each rank updates it from its own", [5, 8]),
 }  # fmt: skip
-"""Kind of loop and strategy → what is said, and the steps that are saved."""
+"""Kind of loop and strategy → the message, and the steps of the checkpoints."""
 
 
 def test_modes_and_buffers_that_must_be_the_same_are_compared(tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def test_models_that_learn_in_turn_and_together_are_the_same_under_ddp(tmp_path:
 GAN = """
 import sys, torch, torch.nn.functional as F
 from lockstep import Session
-run_dir, scaled, *words = sys.argv[1:]
+run_dir, scaled, fate, *words = sys.argv[1:]
 class Gan(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -120,7 +120,7 @@ with Session(run_dir, *words, config={"name": "gan"}) as run:
     for epoch in run.epochs(1):
         for (z,) in run.batches(data, 8):
             for name in ("d", "g"):
-                infinite[:] = [1] * (name == "g" and run.rank == 0 and run.steps == 3)
+                infinite[:] = [1] * (fate == "INF" and name == "g" and run.rank == 0 and run.steps == 3)
                 struck = bool(run.sum(len(infinite))[0])
                 before = {part: [p.detach().clone() for p in getattr(gan, part).parameters()] for part in "dg"}
                 run.backward(100 * model(z).mean() * (1 if name == "g" else -1), scaler=scaler)
@@ -138,9 +138,10 @@ def test_a_step_of_one_of_two_networks_moves_that_network_alone(tmp_path: Path) 
     """One backward pass gives both networks gradients, and one network steps. `clip` scales its gradients alone. An overflow in the
     other network ends no run, and `PowerSgd` forgets it."""
     options = "sync.options={start: 2, rank: 1, min_rate: 1.0}"
-    plain, scaled = scripts(
-        2, GAN, (tmp_path / "plain", "plain", "sync.name=flat"),
-        (tmp_path / "scaled", "scaled", f"sync.name={product.POWERSGD}", options),
+    calm, plain, scaled = scripts(
+        2, GAN, (tmp_path / "calm", "plain", "NEVER", "sync.name=flat"), (tmp_path / "plain", "plain", "INF", "sync.name=flat"),
+        (tmp_path / "scaled", "scaled", "INF", f"sync.name={product.POWERSGD}", options),
     )  # fmt: skip
+    assert calm.code == 0 and calm.output.count("STEPS [8, 0]") == 2, calm.output
     for done, scale in ((plain, 1.0), (scaled, 65536.0)):
         assert done.code == 0 and done.output.count(f"STEPS [7, 1] SCALE {scale}") == 2, done.output

@@ -270,7 +270,7 @@ NETS = {
 DRAWS, COLLATES = "draws random numbers between two steps", "the collate function makes another entry"
 
 
-SAID: dict[str, tuple[int, str]] = {
+REFUSED: dict[str, tuple[int, str]] = {
     "spectral norm": (2, "_u"), "SyncBatchNorm": (2, "SyncBatchNorm"), "compiled": (2, "compiled"),
     "tensor": (1, "exact need a step that can be called"), "closure": (1, "cuts what the function is called with"),
     "loader": (2, "which samples of the global batch"), "torch": (0, DRAWS), "numpy": (0, DRAWS), "python": (0, DRAWS),
@@ -279,14 +279,14 @@ SAID: dict[str, tuple[int, str]] = {
     "clamp": (2, "changes 0.weight"), "sum": (1, "calls what needs all ranks at once"),
     "nan": (1, "diverged at step 2: rank 0: loss is not finite"), "": (0, ""),
 }  # fmt: skip
-"""Model, step or loader → exit code, and what is said."""
+"""Model, step or loader → exit code, and message."""
 
 
 def test_what_would_depend_on_the_ranks_is_refused_or_warned_of(tmp_path: Path) -> None:
     """Models, steps and loaders whose bits would depend on the number of ranks. Between two epochs each rank may look at all samples.
     The rank whose part has a NaN is named."""
-    outputs = scripts(2, HABITS, *((tmp_path / f"run {how}", how, NETS.get(how, NETS[""])) for how in SAID))
-    for (how, (code, named)), done in zip(SAID.items(), outputs, strict=True):
+    outputs = scripts(2, HABITS, *((tmp_path / f"run {how}", how, NETS.get(how, NETS[""])) for how in REFUSED))
+    for (how, (code, named)), done in zip(REFUSED.items(), outputs, strict=True):
         assert done.code == code and named in done.output, (how, done.output)
         assert code != 2 or "Traceback" not in done.output, done.output
         assert named or "warning" not in done.output, done.output
@@ -345,7 +345,7 @@ OF_RANKS: dict[int, dict[str, tuple[int, str]]] = {
     },
     3: {"collective": (0, "calls allreduce")},
 }  # fmt: skip
-"""Ranks → function → steps that are used, and what is said."""
+"""Ranks → function → number of steps before the refusal, and message."""
 
 
 @pytest.mark.parametrize("ranks", OF_RANKS)

@@ -183,12 +183,12 @@ def _inside(name: str, value: Any, is_part: bool) -> list[tuple[str, Any]]:
     if issubclass(type(value), ContextVar):
         return [(f"{name}.get()", value.get(None))]
     if issubclass(type(value), dict):
-        items = [*itertools.islice(dict.items(value), ITEMS)]
-        named = [(f"{name}[{key!r}]", item) for key, item in items if type(key) in (str, int)]
-        others = [
-            (f"{name}.values()[{at}]", item) for at, (key, item) in enumerate(items) if type(key) not in (str, int)
+        plain_keys = (str, int)
+        return [
+            (f"{name}[{key!r}]" if type(key) in plain_keys else f"{name}.values()[{at}]", item)
+            for at, (key, item) in enumerate([*itertools.islice(dict.items(value), ITEMS)])
+            if is_part or type(key) in plain_keys
         ]
-        return [*named, *(others if is_part else [])]
     if issubclass(type(value), SEQUENCES):
         items = [*itertools.islice(value, ITEMS)]  # at once: a thread may fill a deque
         return [(f"{name}[{at}]", item) for at, item in enumerate(items)]
@@ -256,6 +256,7 @@ def _in_modules(model: nn.Module, without: Collection[int] = ()) -> Iterator[tup
     """Yields the names and values in the modules of a model, without the modules of these identities."""
     for path, module in ((path, one) for path, one in model.named_modules() if id(one) not in without):
         is_private = not is_of_script(root_of(module))
+        # Pruning keeps `weight_orig`, and each pass computes the attribute `weight`.
         pruned = {key.removesuffix("_orig") for key in module._parameters}
         states = _states_of(path, module, {*OF_TORCH, *pruned})
         yield from ((name, value) for name, value in states if not (is_private and name[len(path) + 1] == "_"))
