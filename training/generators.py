@@ -100,31 +100,23 @@ class RngScope:
         self.drawn_between = False
         """Whether the script has drawn random numbers since the last step, or since `watch`."""
         self._generators = [one for one in of_process(device).values() if isinstance(one, torch.Generator)]
+        self._access: list[Any] = [(one.get_state, one.set_state) for one in self._generators]
+        """(function that reads the state, function that sets it) for each generator."""
+        if every:
+            self._access += [(random.getstate, random.setstate), (np.random.get_state, np.random.set_state)]
 
     def watch(self) -> None:
-        """Begins to watch what the script draws between two steps."""
-        self._keep()
-        self._last = self._comparable()
-
-    def _keep(self) -> None:
-        self._before = [generator.get_state() for generator in self._generators]
+        """Reads the states of the generators, and whether the script has drawn since the last read."""
+        self._before = [read() for read, _ in self._access]
         if self._every:
-            self._others = random.getstate(), np.random.get_state()
-
-    def _comparable(self) -> list[Any]:
-        """Returns the states that `_keep` has read, as values that `==` compares."""
-        python, (algorithm, keys, *rest) = self._others
-        return [
-            [state.numpy().tobytes() for state in self._before],
-            python,
-            (algorithm, np.asarray(keys).tobytes(), *rest),
-        ]
+            *tensors, python, (algorithm, keys, *rest) = self._before
+            of_torch = [state.numpy().tobytes() for state in tensors]
+            states = [of_torch, python, algorithm, np.asarray(keys).tobytes(), rest]
+            self.drawn_between = self._last not in (None, states)
+            self._last = states
 
     def __enter__(self) -> RngScope:
-        self._keep()
-        if self._every:
-            last, self._last = self._last, self._comparable()
-            self.drawn_between = last not in (None, self._last)
+        self.watch()
         return self
 
     def seed(self, number: int) -> None:
@@ -136,8 +128,5 @@ class RngScope:
             np.random.seed(number)
 
     def __exit__(self, *_: object) -> None:
-        if self._every:
-            random.setstate(self._others[0])
-            np.random.set_state(self._others[1])
-        for generator, state in zip(self._generators, self._before, strict=True):
-            generator.set_state(state)
+        for (_, write), state in zip(self._access, self._before, strict=True):
+            write(state)
