@@ -111,6 +111,11 @@ RUN_ENVIRONMENT = (
 """The only environment variables that `run.yaml` records: an allowlist, so that no secret reaches a file."""
 
 
+def first_of(names: Sequence[str], most: int = 1) -> str:
+    """Returns the first names as text, at most `most`, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
 def named(ranks: Sequence[int]) -> str:
     """Ranks as text: `1, 5`; for many ranks their ranges, `0–511, 700`, at most `MOST_NAMED` of them."""
     if len(ranks) <= MOST_NAMED:

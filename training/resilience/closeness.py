@@ -132,11 +132,6 @@ def differing_ranks(of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, list[int
     return {name: others for name, others in ranks.items() if others}
 
 
-def first_of(names: Sequence[str]) -> str:
-    """Returns the first name, and how many more there are."""
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-
-
 def check_same(values: Mapping[str, Any], world: World) -> None:
     """Raises `ReplicasDiffer` on all ranks if a value differs between ranks, with the value of each. Collective."""
     of_ranks = all_gather_trees(dict(values), world)

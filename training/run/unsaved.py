@@ -23,11 +23,11 @@ from torch.utils._pytree import tree_leaves
 from .. import generators
 from ..checkpoint.state import Stateful, TrainState, parameter_names
 from ..checkpoint.store import Rule
-from ..contract import named, say
+from ..contract import first_of, named, say
 from ..parallel.exchange import all_gather_trees, is_same_on_all_ranks
 from ..parallel.names import plain, plain_name
 from ..parallel.packing import storage, storages
-from ..resilience.closeness import differing_ranks, fingerprint, first_of, sums_of_bits
+from ..resilience.closeness import differing_ranks, fingerprint, sums_of_bits
 from .contents import Reached, reached
 from .proof import text_of
 from .replica import tables_of
@@ -173,10 +173,9 @@ class Unsaved:
 
     def _warn_of(self, names: list[str]) -> None:
         if names:
-            listed = ", ".join(names[:NAMES]) + (f" and {len(names) - NAMES} more" if len(names) > NAMES else "")
             self._warn_here(
-                f"these variables differ from their values at the save, and no checkpoint has them: {listed}. Put values that training "
-                "reads into run.values, run.keep() or a module's buffer, or compute them from run.steps or the epoch"
+                f"these variables differ from their values at the save, and no checkpoint has them: {first_of(names, NAMES)}. Put values "
+                "that training reads into run.values, run.keep() or a module's buffer, or compute them from run.steps or the epoch"
             )
 
     def _warn_here(self, sentence: str) -> None:

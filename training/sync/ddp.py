@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..config.settings import Section
-from ..contract import UserError
+from ..contract import UserError, first_of
 from ..parallel.world import World
 from .base import GradientSync, GradientWatch, nbytes, undisturbed
 
@@ -152,9 +152,8 @@ class Ddp(GradientSync):
         if not self.watch.missing or self.options.find_unused:
             return
         names = [name for parameter, name in self._names.items() if parameter in self.watch.missing]
-        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         raise self.refuse(
-            f"needs a gradient for every parameter in each step, and {shown} got none",
+            f"needs a gradient for every parameter in each step, and {first_of(names, 3)} got none",
             "use sync.name=flat, which leaves such a parameter alone, or set sync.options={find_unused: true}",
         )
 
