@@ -51,18 +51,16 @@ _SOURCE = re.compile(r"^\[[^]]*\] ")
 """The place in a library's sources, which begins its message."""
 
 
-class Place(enum.IntEnum):
-    """A sync point: here a script may treat the ranks differently."""
+class Place(enum.Enum):
+    """A sync point, in the words of a message: here a script may treat the ranks differently."""
 
-    LEFT = 0
-    SKIPPED = 1
-    EPOCH_END = 2
-    RUN_END = 3
+    LEFT = "left the loop over its batches"
+    SKIPPED = "asked for the next batch without a step"
+    EPOCH_END = "ended the epoch"
+    RUN_END = "left the loop over the epochs"
 
-    @property
-    def words(self) -> str:
-        return ("left the loop over its batches", "asked for the next batch without a step", "ended the epoch",
-                "left the loop over the epochs")[self]  # fmt: skip
+
+_PLACES = [*Place]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +71,7 @@ class _Waiting:
     moves: int
     rank: int
     place: int
+    """The index of its `Place`."""
     step: int
     beyond: int = -1
     """A rank that is past the sync point and will not come; -1: none is known."""
@@ -83,7 +82,7 @@ class _Waiting:
 
     @property
     def sentence(self) -> str:
-        return f"rank {self.rank} {Place(self.place).words} after step {self.step}, while rank {self.beyond} trains on: {_REMEDY}"
+        return f"rank {self.rank} {_PLACES[self.place].value} after step {self.step}, while rank {self.beyond} trains on: {_REMEDY}"
 
 
 class DesyncDetector:
@@ -124,7 +123,8 @@ class DesyncDetector:
         """Notes that the script has left the loop over its batches. It may have raised an error, so the rank waits at its next
         collective only."""
         self._outside = True
-        self._waiting = _Waiting(self.met + 1, self._moves(), self._world.rank, Place.LEFT, self._steps())
+        place = _PLACES.index(Place.LEFT)
+        self._waiting = _Waiting(self.met + 1, self._moves(), self._world.rank, place, self._steps())
 
     def collective(self, call: str = "") -> None:
         """Counts a collective of the script as a move. After the loop it is a sync point.
@@ -139,10 +139,10 @@ class DesyncDetector:
 
     def sync_point(self, place: Place, call: str = "") -> None:
         """Waits for the other ranks. Ends the process with a sentence if they are at another sync point. Collective."""
-        world, moves, step = self._world, self._moves(), self._steps()
+        world, moves, step, at = self._world, self._moves(), self._steps(), _PLACES.index(place)
         if world.size > 1 and not self._over.is_set():
-            self._waiting = _Waiting(self.met + 1, moves, world.rank, place, step)
-            number = (((moves >> 2) * len(Place) + place) * len(CALLS) + CALLS.index(call)) * _RANKS + world.rank
+            self._waiting = _Waiting(self.met + 1, moves, world.rank, at, step)
+            number = (((moves >> 2) * len(_PLACES) + at) * len(CALLS) + CALLS.index(call)) * _RANKS + world.rank
             self._compare(*all_reduce(torch.tensor([number, -number]), world, torch.maximum, _TAG).tolist())
         self.met += 1
         self._waiting = None
@@ -195,7 +195,7 @@ class DesyncDetector:
 def _parted(behind: int, rank: int, ahead: int, other: int) -> str:
     """Returns a sentence about `rank` and `other`: one has made fewer moves, or has called another collective."""
     (one, call), (another, called) = (
-        (Place(code // len(CALLS) % len(Place)), CALLS[code % len(CALLS)]) for code in (behind, ahead)
+        (_PLACES[code // len(CALLS) % len(_PLACES)], CALLS[code % len(CALLS)]) for code in (behind, ahead)
     )
     if call != called and Place.SKIPPED not in (one, another):
         if not called:
@@ -203,8 +203,8 @@ def _parted(behind: int, rank: int, ahead: int, other: int) -> str:
         does = f"called {call}" if call else "did not"
         return f"rank {other} called {called} after the loop, and rank {rank} {does}: {_CALL_REMEDY}"
     if one != another:
-        return f"rank {rank} {one.words}, and rank {other} {another.words}: {_REMEDY}"
-    return f"rank {rank} {one.words} before rank {other} did: {_REMEDY}"
+        return f"rank {rank} {one.value}, and rank {other} {another.value}: {_REMEDY}"
+    return f"rank {rank} {one.value} before rank {other} did: {_REMEDY}"
 
 
 def describe_failed_collective(world: World, step: int, error: BaseException) -> str:
