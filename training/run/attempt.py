@@ -207,7 +207,7 @@ class Attempt:
         live = self.run.world.live
         if live is not None and self.run.world.replacement:
             live.activate()  # the others have looked already
-            self.run.forget_untold()
+            self.run.untold.clear()  # from before its admission
             self._compares = self.run.state.sync.is_replicated
             return False
         decision = self.poll(self.saver.due_by_time(), self.saver.scores.asks(self.run.user_state.steps))

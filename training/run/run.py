@@ -129,7 +129,7 @@ class Run:
         """The call whose function each rank runs for its own samples now; "": none."""
         self.progressed = False
         """Whether this attempt has made a step or ended an epoch."""
-        self._untold: deque[tuple[int, Any, Callable[[RunDirectory], None]]] = deque()
+        self.untold: deque[tuple[int, Any, Callable[[RunDirectory], None]]] = deque()
         """Recent writes of rank 0, as (calls done, key, action), which this rank repeats if it takes rank 0's place."""
 
     # What is opened.
@@ -372,13 +372,9 @@ class Run:
             action(self.directory)
         elif self.world.live is not None:
             done = self.world.live.done
-            while self._untold and self._untold[0][0] < done - 1:  # no rank is two calls behind
-                self._untold.popleft()
-            self._untold.append((done, key, action))
-
-    def forget_untold(self) -> None:
-        """Forgets the reports of this rank from before its admission."""
-        self._untold.clear()
+            while self.untold and self.untold[0][0] < done - 1:  # no rank is two calls behind
+                self.untold.popleft()
+            self.untold.append((done, key, action))
 
     def take_over(self) -> None:
         """Opens the run directory on this rank, in place of a lost rank 0, and repeats its missing writes. Raises `UserError`."""
@@ -390,10 +386,10 @@ class Run:
             self.objects = ObjectStore(kept.to, kept.keep, kept.keep_best)
             self.objects.take_over(directory.path)
         there = [_key(event) for event in directory.last_events()]
-        for _, key, action in self._untold:
+        for _, key, action in self.untold:
             if key is None or key not in there:
                 action(directory)
-        self._untold.clear()
+        self.untold.clear()
 
     # What is ended.
 
@@ -448,12 +444,10 @@ class Run:
         code: int | None = None
         try:
             code = self._conclude(end(error))
-            return code
         except BaseException as raised:
             code = self._failed(raised)
             if code is None and raised is not error:
                 raise
-            return code
         finally:
             self.goodput.end(code)
             if self.world.live is not None:
@@ -461,6 +455,7 @@ class Run:
                 self.world.live = None
             if self.directory is not None:
                 self.directory.close()
+        return code
 
     def _conclude(self, ended: Ended) -> int:
         """Writes status and last metrics, once the attempt has ended on all ranks. Returns the exit code. Collective."""
