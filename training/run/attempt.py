@@ -468,7 +468,7 @@ class Attempt:
             saves: False: the last checkpoint holds all steps.
         """
         self.run.goodput.enter(TimeCategory.ENDING)
-        self.saver.leaving()
+        self.saver.leaving_since = time.monotonic()
         self.consensus.settle()
         self.tell_readings(wait=True)
         run, state = self.run, self.run.state

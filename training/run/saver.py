@@ -95,10 +95,6 @@ class Sender:
         self._step = step
         return _SENDING.run(self._send, step, written)
 
-    def finish(self) -> Future[int]:
-        """Commits the files of the run directory as they are at the end of the attempt."""
-        return _SENDING.run(self._objects.commit, None)
-
     def _send(self, step: int, written: Future[SaveResult] | None) -> list[SaveResult]:
         if written is not None:
             wait([written])
@@ -182,8 +178,8 @@ class Saver:
 
     def __init__(self, run: Run, alive: Callable[[], None]) -> None:
         self._alive = alive
-        self._leaving_since = math.inf
-        """When the ranks agreed to leave (`time.monotonic`); infinite: they have not."""
+        self.leaving_since = math.inf
+        """When the ranks agreed to leave (`time.monotonic`), for the grace period of later waits; infinite: they have not."""
         settings = run.config.checkpoint
         self.run, self.settings, self._grace = run, settings, run.config.preempt.grace_seconds
         self.failures = 0
@@ -276,10 +272,6 @@ class Saver:
                 if self._taken_over:
                     raise UserError(f"{self._taken_over}: this one ends")
 
-    def leaving(self) -> None:
-        """Limits every later wait to the grace period, once the ranks have agreed to leave."""
-        self._leaving_since = min(self._leaving_since, time.monotonic())
-
     def durable(self) -> bool:
         """Waits for the last save. Returns whether the run directory has it, and the bucket if there is one; True if none was made.
         Collective."""
@@ -335,7 +327,7 @@ class Saver:
     def _left(self) -> float:
         """Returns the seconds of the grace period that are left for a disk or a bucket; infinite if no rank has been asked to leave."""
         signalled = math.inf if self.run.signals is None else self.run.signals.since
-        return min(signalled, self._leaving_since) + self._grace - time.monotonic()
+        return min(signalled, self.leaving_since) + self._grace - time.monotonic()
 
     def _reap(self) -> None:
         """Waits for the last save, after a signal at most for the rest of the grace period. Records its result. If the disk fails, this
@@ -368,8 +360,9 @@ class Saver:
 
     def _finish(self) -> None:
         """Commits the files of the attempt's end to the bucket. A bucket that does not answer does not block the end of the process."""
-        assert self._sender is not None
-        future, seconds = self._sender.finish(), max(0.0, min(LAST_COMMIT_SECONDS, self._left()))
+        assert self.run.objects is not None
+        seconds = max(0.0, min(LAST_COMMIT_SECONDS, self._left()))
+        future = _SENDING.run(self.run.objects.commit, None)
         wait([future], seconds)
         error = future.exception() if future.done() else f"the bucket did not answer within {seconds:.0f} s"
         if error is not None:
