@@ -22,6 +22,7 @@ from ..resilience.closeness import sha256
 from ..resilience.desync import Place
 from ..sync.buckets import SentAlready
 from .attempt import FIRST_STEPS, Attempt
+from .logical_workers import check_alone
 from .recording import Recorder, obstacle
 from .replica import Replica
 from .resume import Restored, misfits_explained
@@ -61,7 +62,8 @@ class Loop:
         self.attempt.begin()
         if run.world.replacement:
             self.attempt.be_at(run.places)
-            self.step.join()
+            if self.step.logical_workers is not None:
+                check_alone(run)
         else:  # the others have compared theirs
             self.attempt.unsaved.compare_tables(replica.made)
         replica.made.clear()  # the session would keep them alive

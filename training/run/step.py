@@ -29,7 +29,7 @@ from ..resilience import divergence
 from .attempt import Attempt
 from .batch_mean import BatchMean
 from .bytecode import code_of
-from .logical_workers import LogicalWorkers, check_alone, check_machine
+from .logical_workers import LogicalWorkers, check_machine
 from .replica import Replica, Several, kept_buffers, put_back
 from .run import Run
 from .step_input import (
@@ -81,7 +81,7 @@ class Step:
         self._micro_batches = False
         """Whether `backward` sends nothing: `accumulate` sets it around each micro-batch but the last."""
         self._total: int | None = None
-        """Samples of all ranks: `_divide` sets it once the gradients are summed; `backward`, of a new step, and `_end` clear it."""
+        """Samples of all ranks: `_divide` sets it once the gradients are summed; `backward`, of a new step, clears it."""
         self._versions: list[int] = []
         """Versions of the gradients after `backward`, if a rank has some of them only. A changed gradient has a higher one in `update`."""
         self._counted = True
@@ -101,11 +101,6 @@ class Step:
         """The input of the step that `backward` has begun, for `update`."""
         if not replica.sync.is_replicated:  # no rank gets through its forward pass without the others
             replica.network.register_forward_pre_hook(self._begin_pass)
-
-    def join(self) -> None:
-        """Prepares a rank that the others admit in the middle of the run. Its machine computes the same bits as theirs."""
-        if self.logical_workers is not None:
-            check_alone(self.run)
 
     def _begin_pass(self, *_: Any) -> None:
         self.attempt.stage = max(self.attempt.stage, 1)
@@ -522,7 +517,6 @@ class Step:
         if self.replica.ema is not None:
             self.replica.ema.update(run.user_state.steps)
         self.pending, self._accumulating, self._samples, self._losses = False, 0, 0, []
-        self._total = None
         self._count()
         lr = next(iter(self.replica.optimizers.values())).param_groups[0].get("lr")
         self.attempt.step_done(lr, samples, norm)
