@@ -364,12 +364,10 @@ class Attempt:
 
     def _check_buffers(self) -> None:
         """Compares the buffers of all ranks. Raises `Ended` if buffers differ that no step changes; warns once of others. Collective."""
-        apart: list[str] = []
         with self._telling("replicas", SAME_BUFFERS):
-            apart = self.buffers.check()
-        if apart:
-            more = f" (and {len(apart) - 1} more)" if len(apart) > 1 else ""
-            self.run.warn(f"the buffer {apart[0]}{more} {MOVED_APART}", about="buffers")
+            if apart := self.buffers.check():
+                more = f" (and {len(apart) - 1} more)" if len(apart) > 1 else ""
+                self.run.warn(f"the buffer {apart[0]}{more} {MOVED_APART}", about="buffers")
 
     @contextlib.contextmanager
     def _telling(self, what: str, remedy: str) -> Iterator[None]:
@@ -428,25 +426,23 @@ class Attempt:
 
         Raises `Ended` instead if a weight is not finite, or if the replicas differ, so that the newest checkpoint stays usable.
         """
-        with self.run.goodput.on(TimeCategory.CHECKPOINT):
+        run, step = self.run, self.run.user_state.steps
+        with run.goodput.on(TimeCategory.CHECKPOINT):
             if in_loop:
                 self.unsaved.note_variables()
-            self._save()
-
-    def _save(self) -> None:
-        run, step = self.run, self.run.user_state.steps
-        digests = [self._rates(), fingerprint(*run.state.models) if self._compares else 0]
-        if self.consensus.look() or not is_same_on_all_ranks(digests, run.world):
-            self._replicas_differ()
-        self._check_buffers()
-        if run.config.nonfinite != "ignore" and not divergence.finite_everywhere(run.state.model, run.world):
-            raise Ended(
-                EXIT_FAILED, f"a weight is NaN or infinite after step {step}: not saved; the last checkpoint is good"
-            )
-        self.unsaved.look()
-        self._before_gather()
-        self.saver.save()
-        run.goodput.close()
+            digests = [self._rates(), fingerprint(*run.state.models) if self._compares else 0]
+            if self.consensus.look() or not is_same_on_all_ranks(digests, run.world):
+                self._replicas_differ()
+            self._check_buffers()
+            if run.config.nonfinite != "ignore" and not divergence.finite_everywhere(run.state.model, run.world):
+                raise Ended(
+                    EXIT_FAILED,
+                    f"a weight is NaN or infinite after step {step}: not saved; the last checkpoint is good",
+                )
+            self.unsaved.look()
+            self._before_gather()
+            self.saver.save()
+            run.goodput.close()
 
     def put_back(self) -> None:
         """Undoes what the script has changed a second time since the beginning of an epoch, if the run resumes there. Collective."""
