@@ -84,12 +84,11 @@ class BatchMean:
         is_due = count == CALL or is_new_epoch or (count >= OFTEN and not count & (count - 1))
         if not is_due or (inputs.part is not None and not inputs.part.samples):
             return
-        sentence = ""
         with contextlib.suppress(Unsafe):
             for trains in (False, True):
-                sentence = sentence or self._tried(inputs, call, trains, is_first=self._steps[function] == 1)
-        if sentence:
-            self._run.warn(sentence, sentence.partition(":")[0])
+                if sentence := self._tried(inputs, call, trains, is_first=count == 1):
+                    self._run.warn(sentence, sentence.partition(":")[0])
+                    return
 
     def _tried(self, inputs: StepInput, call: Call, trains: bool, is_first: bool) -> str:
         """Returns the result of `_compared`: of losses and gradients, or of losses alone if the gradients raise. Returns "" if the losses
