@@ -553,11 +553,7 @@ class Session(Reporting):
         """
         self._go_on("run.evaluate()")
         evaluation.check_copies(function, self._run)
-
-        def called(*batch: Any) -> Any:
-            with self._run.calling("run.evaluate()"):
-                return function(*batch)
-
+        called = self._run.calling("run.evaluate()")(function)
         boundary = self._loop.boundary if self._loop is not None else lambda: None
         with self._run.goodput.on(TimeCategory.EVALUATION):
             return evaluation.of_dataset(called, dataset, batch_size, self.world, self.seed, boundary, workers, collate)

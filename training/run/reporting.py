@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
 from .loop import Loop
 
 
-class Reporting(ABC):
+class Reporting:
     """`Session` is one."""
 
     run_dir: Path
-
-    @abstractmethod
-    def _started(self) -> Loop:
-        """The loop of the run, which begins with the first call that needs it."""
+    _started: Callable[[], Loop]
+    """Returns the loop of the run, which begins with the first call that needs it."""
 
     @property
     def values(self) -> MutableMapping[str, Any]:
