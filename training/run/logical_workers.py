@@ -41,8 +41,7 @@ class LogicalWorkers:
 
     def __init__(self, run: Run, replica: Replica, drawing: RngScope, sums: StepSums) -> None:
         self.run, self.replica, self._drawing, self._step_sums = run, replica, drawing, sums
-        own: Any = replica.sync.settings.options.get("mean", ())
-        self._names = {*BATCH_STATISTICS, *own}
+        self._names = {*BATCH_STATISTICS, *replica.sync.options.mean}
         self.refused: UserError | None = None
         """The error with which this rank refuses the step, such as a changed buffer that cannot be averaged over the parts. The rank then
         computes nothing more, and `finish` raises the error."""

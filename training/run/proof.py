@@ -119,7 +119,6 @@ class Proof:
         Args:
             given: whether `run.batches()` or `run.part()` has given an argument.
         """
-        self._arguments.clear()
         for number, argument in enumerate(batch, 1):
             for piece in pytree.pieces(argument):
                 if len(piece) != samples:
@@ -137,8 +136,6 @@ class Proof:
     def compare(self, records: list[Any], total: int) -> UserError | None:
         """Returns the error for an attribute that differs between ranks, or an argument that does not: ranks have different samples."""
         of_rank = {rank: record for rank, record in enumerate(records) if record is not None}
-        if len(of_rank) < 2:
-            return None
         states = {rank: states for rank, (states, _) in of_rank.items()}
         base = min(states)
         for name in sorted(set.intersection(*map(set, states.values()))):
