@@ -377,7 +377,8 @@ class Step:
             Ended: `nonfinite` or its limit ends the run.
         """
         sync = self.replica.sync
-        sync.discard()
+        sync.zero_grad()
+        sync.forget_nonfinite()
         put_back(self.replica.model, self._before)
         finite = all(bool(torch.isfinite(loss).all()) for loss in self._losses)
         bad = [rank for rank, is_finite in enumerate(all_gather_trees(finite, self.run.world)) if not is_finite]

@@ -132,17 +132,12 @@ class GradientSync(ABC):
         integers can lose it.
         """
 
-    def discard(self) -> None:
-        """Discards the gradients of this step, and the values that the strategy has stored from them.
-
-        The loop calls it after `synchronize`, in place of the optimizer's `step`, if the gradient is not finite. The stored values of the
-        strategy must be as finite afterwards as before the step.
-        """
-        self.zero_grad()
-        self.forget_nonfinite()
-
     def forget_nonfinite(self) -> None:  # noqa: B027 - most strategies remember no gradients
-        """Discards stored values of gradients that were not finite, for example of parameters that no optimizer steps now."""
+        """Discards stored values of gradients that were not finite. They must be as finite afterwards as before the step.
+
+        The loop calls it after `synchronize`: with `zero_grad`, in place of the optimizer's `step`, if the gradient is not finite; and if
+        some parameters have no optimizer that steps now.
+        """
 
     # `parameters` in what follows: only the gradients of these parameters; None: of all.
 
