@@ -103,8 +103,8 @@ class DesyncDetector:
         """Sync points that this rank has passed, and its collectives between them. A rank that is admitted continues with these counts."""
         self._moves: Callable[[], int] = lambda: moves() + 4 * self.collectives
         self._waiting: _Waiting | None = None
-        self._outside = False
-        """The script has left the loop over its batches."""
+        self.outside = False
+        """Whether the script has left the loop over its batches. A loop that begins clears it."""
         self._over, self._ending = threading.Event(), threading.Lock()
         self._key = f"lockstep/loop/{next(_ATTEMPTS)}"
         if world.size > 1:
@@ -115,14 +115,10 @@ class DesyncDetector:
         with self._ending:
             self._over.set()
 
-    def enter_loop(self) -> None:
-        """The loop over the batches begins."""
-        self._outside = False
-
     def leave_loop(self) -> None:
         """Notes that the script has left the loop over its batches. It may have raised an error, so the rank waits at its next
         collective only."""
-        self._outside = True
+        self.outside = True
         place = _PLACES.index(Place.LEFT)
         self._waiting = _Waiting(self.met + 1, self._moves(), self._world.rank, place, self._steps())
 
@@ -132,7 +128,7 @@ class DesyncDetector:
         Args:
             call: one of `CALLS`; "": a part of another collective.
         """
-        if call and self._outside:
+        if call and self.outside:
             self.sync_point(Place.LEFT, call)
         else:
             self.collectives += 1

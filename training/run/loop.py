@@ -286,7 +286,7 @@ class Loop:
         self.attempt.unsaved.resumes("batches", compares=True, left=run.state.cursor.step != length)
         self._resume_generators()
         run.goodput.train()
-        self.attempt.desync.enter_loop()
+        self.attempt.desync.outside = False
         try:
             while True:
                 self.attempt.modes.release()
