@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar, overload
 
 import torch
@@ -96,8 +95,8 @@ class Session(Reporting):
         Session._has_opened = True
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:  # fmt: skip
-        self._run.close(kind, error, trace, None if self._loop is None else self._loop.end)
+    def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
+        self._run.close(error, None if self._loop is None else self._loop.end)
 
     @property
     def config(self) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -393,10 +392,7 @@ class Run:
 
     # What is ended.
 
-    def close(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None,
-        end: Callable[[BaseException | None], Ended] | None,
-    ) -> None:  # fmt: skip
+    def close(self, error: BaseException | None, end: Callable[[BaseException | None], Ended] | None) -> None:
         """Ends the run, after `error` if there is one. Raises `SystemExit` for any exit code but 0.
 
         Args:
@@ -404,17 +400,18 @@ class Run:
         """
         with user_errors():
             if isinstance(error, SystemExit) and not error.code:
-                kind = error = trace = None  # the script's own way to its end
+                error = None  # the script's own way to its end
             if self.signals is not None:
                 # If the process leaves now, one more signal must not change its exit code. A script that continues has
                 # its handlers back, until its own end.
                 atexit.register(self.signals.ignore)
             code = self._code(error, end)
             if code is None:
+                assert error is not None
                 if isinstance(error, UserError) and desync.prints(self.world, error):
                     print_error(error)  # before a launcher's TERM ends this process again
-                self._stack.__exit__(kind, error, trace)
-                if end is None and error is not None and is_collective(error):
+                self._stack.__exit__(type(error), error, error.__traceback__)
+                if end is None and is_collective(error):
                     raise _not_together(error) from error
                 if isinstance(error, UserError):
                     raise SystemExit(error.code)

@@ -329,9 +329,7 @@ class StepSums:
         self.values.zero_()
         self._run.state.last = self.values
 
-    def add(
-        self, loss: torch.Tensor, numbers: Mapping[str, Any], samples: int, share: float, weight: float
-    ) -> None:  # fmt: skip
+    def add(self, loss: torch.Tensor, numbers: Mapping[str, Any], samples: int, share: float, weight: float) -> None:
         """Adds the loss and numbers of some of this rank's samples. Raises `UserError` for other names than before.
 
         Args:
