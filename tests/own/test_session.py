@@ -282,6 +282,25 @@ def test_arguments_that_cannot_be_meant_are_refused(tmp_path: Path) -> None:
         assert status_of(tmp_path / name)["code"] == (2 if kind == "error" else 1), name
 
 
+AWAY = """
+from lockstep.training.contract import UserError
+for begins in (False, True):
+    with contextlib.suppress(SystemExit), Session(f"{sys.argv[1]}/{begins}") as run:
+        if begins:
+            make(run)
+            run.keep()
+        raise UserError("the bucket does not answer", code=int(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("code", [1, 2])
+def test_status_json_has_the_exit_code_of_an_error(tmp_path: Path, code: int) -> None:
+    """Backends trust it above the exit code. With 1 another start may help, before the loop begins and after it."""
+    done = script(1, f"import contextlib\n{SCRIPT}{AWAY}", tmp_path, str(code))
+    assert done.code == 0, done.output
+    assert [status_of(tmp_path / str(begins))["code"] for begins in (False, True)] == [code, code]
+
+
 LOADERS = """
 from torch.utils.data import DataLoader, DistributedSampler
 for name, loader, own in (

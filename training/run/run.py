@@ -28,7 +28,6 @@ from ..contract import (
     EXIT_DONE,
     EXIT_FAILED,
     EXIT_PREEMPTED,
-    EXIT_USAGE,
     VERSION,
     UserError,
     print_error,
@@ -210,10 +209,9 @@ class Run:
                 self.facts, self.form = {"global_batch_size": known[0], "data": known[1]}, known[2]
             yield
         except BaseException as error:
-            code = EXIT_USAGE if isinstance(error, UserError) else EXIT_FAILED
+            code = error.code if isinstance(error, UserError) else EXIT_FAILED
             if exporter is not None:
-                _note_corrupt_shard(exporter.metrics, error)
-                exporter.close()
+                _close_after(error, exporter)
             if self.directory is not None:
                 self.directory.status(code, str(error) or type(error).__name__, self.directory.step_before)
                 self.directory.close()
@@ -475,12 +473,11 @@ class Run:
             1 if a collective failed: a sentence names the cause, and no traceback is needed. None: the caller raises the error again.
         """
         world, step = self.world, self.user_state.steps
-        code = EXIT_USAGE if isinstance(error, UserError) else EXIT_FAILED
-        _note_corrupt_shard(self.metrics, error)
-        self.exporter.close()
+        code = error.code if isinstance(error, UserError) else EXIT_FAILED
+        _close_after(error, self.exporter)
         collective = _failed_collective(world, error)
         if collective is None:
-            reason = str(error) if code == EXIT_USAGE else f"{type(error).__name__}: {error}"
+            reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
         else:
             process.shut(world.peers)  # also where the attempt had ended before
             code, why = EXIT_FAILED, "" if world.live is None else world.live.why(collective)
@@ -502,10 +499,11 @@ def _key(event: dict[str, Any]) -> tuple[Any, ...]:
     return (event.get("event"), *(event.get(name) for name in _KEYS), sorted(event.get("values") or ()))
 
 
-def _note_corrupt_shard(metrics: Metrics, error: BaseException) -> None:
-    """Counts a damaged shard among the causes of an error that ends the run."""
+def _close_after(error: BaseException, exporter: Exporter) -> None:
+    """Counts a damaged shard among the causes of an error that ends the run, and writes the last metrics."""
     if isinstance(error, CorruptShard) or isinstance(error.__cause__, CorruptShard):
-        metrics.corrupt_file("shard")
+        exporter.metrics.corrupt_file("shard")
+    exporter.close()
 
 
 def _not_together(error: BaseException) -> UserError:
