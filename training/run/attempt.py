@@ -108,11 +108,6 @@ class Attempt:
         self.restored: Restored | None = None
         """The restored state, at the beginning of an epoch within which the run resumes. None once its batches begin."""
 
-    @property
-    def after_save(self) -> bool:
-        """Whether the next step follows a save, or the start."""
-        return self.saver.last_step == self.run.user_state.steps
-
     def begin(self) -> None:
         """Begins the attempt, and reports it."""
         run = self.run

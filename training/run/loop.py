@@ -337,7 +337,7 @@ class Loop:
     def part(self, batch: T) -> T:
         """Returns this rank's contiguous part of a global batch, and gives `step` its number of samples. Collective in the first steps."""
         run = self.run
-        if run.world.size > 1 and (run.user_state.steps < FIRST_STEPS or self.attempt.after_save):
+        if run.world.size > 1 and (run.user_state.steps < FIRST_STEPS or not self.attempt.saver.steps_since):
             run.check_outside()
             self.attempt.desync.collective("run.part()")
             check_alike_whole(batch, run.world)

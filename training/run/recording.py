@@ -171,7 +171,7 @@ class Recorder:
                 return None
             step.run.state.clock.before_replay()
         else:
-            if parts.proves(step.attempt.after_save) or parts.refused:
+            if parts.proves(after_save=not step.attempt.saver.steps_since) or parts.refused:
                 return None
             for kept, tensor in zip(recorded.before, step.replica.model.buffers()):
                 kept.copy_(tensor)

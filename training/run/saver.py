@@ -227,7 +227,7 @@ class Saver:
 
     @property
     def steps_since(self) -> int:
-        """Steps since the last save, the same on every rank."""
+        """Steps since the last save, or since the start. The same on every rank."""
         return self.run.user_state.steps - self.last_step
 
     def due_by_time(self) -> bool:

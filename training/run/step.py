@@ -260,7 +260,7 @@ class Step:
             self._forward_backward(inputs, 0, inputs.samples)
             return
         if sums:
-            parts.begin(part, self._before, self.attempt.after_save, looks=self._replay is None)
+            parts.begin(part, self._before, not self.attempt.saver.steps_since, looks=self._replay is None)
         live = self.run.world.live if sums else None
         for index, (low, high) in enumerate(part.parts, part.first):
             if live is not None:
@@ -541,7 +541,8 @@ class Step:
         self.attempt.unsaved.compare_kinds()
         self.current.check_lengths()
         self.replica.check_groups()
-        if not self.pending and self.attempt.after_save and (self._cuts or not self.replica.sync.is_replicated):
+        is_first = not self.pending and not self.attempt.saver.steps_since
+        if is_first and (self._cuts or not self.replica.sync.is_replicated):
             hooked = self.replica.hook_before_sum()
             if hooked is not None:
                 # Whether a hook is linear cannot be seen, and one that prints is harmless.
