@@ -88,7 +88,8 @@ def _plain(state: Any) -> Any:
 
 
 class RngScope:
-    """Around the function of a step: inside, torch's generators are seeded; after it they have the script's own states again.
+    """Around draws of ours, such as those of a step's function: inside, torch's generators may be seeded; after it they have the
+    script's own states again.
 
     Args:
         every: Python's and numpy's, too.

@@ -158,8 +158,7 @@ class Run:
                 raise _not_together(error) from error
             self._stack = stack.pop_all()
         # After the session the script draws on: the next session of a search would else repeat the draws after this one.
-        for generator in generators.of_process(self.world.device).values():
-            self._stack.callback(generators.set_state, generator, generators.state_of(generator))
+        self._stack.enter_context(generators.RngScope(self.world.device, every=True))
         # Alike on all ranks: an order that the script draws is the same one everywhere.
         generators.seed(settings.seed)
         return self.world

@@ -26,6 +26,7 @@ from ..config import settings as typed
 from ..contract import UserError
 from ..data import order
 from ..data.pytree import to_device
+from ..generators import RngScope
 from ..parallel.names import COMPILED
 from ..parallel.world import World
 
@@ -289,8 +290,7 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], source: int = 0) -> None:
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Restores the model's buffers and the generators after a forward pass in the block."""
     buffers = [buffer.clone() for buffer in model.buffers()]
-    device = next(model.parameters()).device
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with RngScope(next(model.parameters()).device):
         yield
     with torch.no_grad():
         for buffer, before in zip(model.buffers(), buffers):
