@@ -153,11 +153,10 @@ class Loop:
 
     def _resume_generators(self) -> None:
         """Restores the generators of the checkpoint where the loop reaches its position: the draws continue as in an unbroken run."""
-        run = self.run
-        run.user_state.cursor_generators = None
-        if run.saved_generators is not None:
-            run.user_state.restore(run.saved_generators, run.world.device)
-            run.saved_generators = None
+        kept = self.run.user_state
+        if kept.cursor_generators is not None:
+            kept.restore(kept.cursor_generators, self.run.world.device)
+            kept.cursor_generators = None
 
     def _end_epoch(self) -> None:
         """Reports the epoch, moves the cursor to the next epoch, and saves if a save is due. Raises `Ended`. Collective."""

@@ -118,9 +118,6 @@ class Run:
         """Whether this start resumes from a checkpoint, or joins ranks that train."""
         self.facts: dict[str, Any] = {}
         """The facts in run.yaml besides the settings: `global_batch_size` and `data`. A resumed run begins with those of its file."""
-        self.saved_generators: dict[str, Any] | None = None
-        """The state of this rank's generators at the resume point, until the loop reaches that point and restores them; None: no state
-        is to be restored."""
         self.places: list[Any] = []
         """The position of the ranks that have admitted this rank, for `Attempt.be_at`; empty if this rank was not admitted."""
         self._inside = ""
@@ -247,7 +244,8 @@ class Run:
         made = resume.Made(replica.sync, replica.optimizers)
         anew = self._restore(state)
         replica.sync.zero_grad()
-        self.saved_generators = state.user_state.capture(world.device) if self.resumed else None
+        # The script draws before the loop reaches the cursor, and restores them there.
+        state.user_state.cursor_generators = state.user_state.capture(world.device) if self.resumed else None
         columns = ["validation accuracy"] if isinstance(settings, Config) else None
         self.state, self.user_state = state, state.user_state
         self.console = Console(settings.log, world, self._now, columns)
