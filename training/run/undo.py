@@ -151,8 +151,6 @@ class Undo:
     def calls(self) -> Iterator[None]:
         """Undoes, at the end of the block, the changes of the function's calls in it."""
         with contextlib.ExitStack() as after:  # the last one first, and each, even if another one fails
-            for generator, state in self._generators:
-                after.callback(generators.set_state, generator, state)
             after.callback(self.watching.undo)
             for put_back in self._put_back:
                 after.callback(put_back)
@@ -177,6 +175,7 @@ class Undo:
                 self._keep(np.copyto, value, value.copy())
         elif generators.is_generator(value):
             self._generators.append((value, generators.state_of(value)))
+            self._keep(generators.set_state, *self._generators[-1])
         elif hasattr(kind, "__next__") or kind in (bytearray, memoryview) or _is_outside(value):
             raise Unsafe(kind.__name__)
         elif kind is types.FunctionType:
