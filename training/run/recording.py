@@ -124,11 +124,6 @@ class _Recorded:
         parts.put(part, self.collected)
         return True
 
-    def take_sums(self, sums: list[torch.Tensor]) -> None:
-        """Copies the sums over all parts into the tensors that the update's graph reads."""
-        for kept, total in zip(self.sums, sums, strict=True):
-            kept.copy_(total)
-
     def _count_replay(self) -> None:
         """Counts the bytes that the replay sends, and queues its time stamps for reading. The replay need not have ended."""
         if self.part is not None:
@@ -212,7 +207,7 @@ class Recorder:
         of_one = inputs if parts is None or inputs.part is None else inputs.of_samples(*inputs.part.parts[0])
         static_inputs = replace(of_one, batch=tuple(pytree.recorded(item) for item in of_one.batch))
         # The graph reads these rates, and writes into these gradients also after the strategy has made others.
-        held = [inputs.scaler, *_closure(inputs), *self._trained(), self._optimizer.rates, *sync.gradients()]
+        held = [*self._objects(inputs), *sync.gradients()]
         points = RecordedPoints(step.run.world.device)
         before = kept_buffers(step.replica.model) if checks or parts is not None else []
         recorded = _Recorded(step, static_inputs, self._identity(inputs), held, points, before)
@@ -257,23 +252,16 @@ class Recorder:
                 sync.bytes_sent = sent  # nothing has run yet
         self._recorded = recorded
 
-    def _trained(self) -> list[torch.Tensor]:
-        return [parameter for parameter in self._step.replica.model.parameters() if parameter.requires_grad]
+    def _objects(self, inputs: StepInput) -> list[Any]:
+        """Returns the objects that a recording fixes: the trained parameters, and what else its step reads."""
+        trained = [parameter for parameter in self._step.replica.model.parameters() if parameter.requires_grad]
+        return [inputs.scaler, self._optimizer.rates, *_closure(inputs), *trained]
 
     def _identity(self, inputs: StepInput) -> tuple[Any, ...]:
         """Returns everything that a recording fixes, except the tensors' values. A step with another identity runs eagerly."""
-        settings = (
-            inputs.samples,
-            inputs.total,
-            inputs.divisor,
-            inputs.weight,
-            inputs.micro_batch_size,
-            inputs.part and (inputs.part.multiple, inputs.part.num_parts),
-            inputs.clip,
-            id(inputs.scaler),
-            id(self._optimizer.rates),
-        )
-        return (*map(id, _closure(inputs)), *map(id, self._trained()), *settings)
+        cut = inputs.micro_batch_size, inputs.part and (inputs.part.multiple, inputs.part.num_parts)
+        numbers = inputs.samples, inputs.total, inputs.divisor, inputs.weight, inputs.clip, cut
+        return (*map(id, self._objects(inputs)), *numbers)
 
 
 def _closure(inputs: StepInput) -> list[Any]:

@@ -244,7 +244,7 @@ class Step:
         sums = compute() if live is None else live.retryable(compute, changes=True)
         self.attempt.known.add("numbers")
         if self._replay is not None:
-            self._replay.take_sums(sums)
+            torch._foreach_copy_(self._replay.sums, sums)  # the update's graph reads them there
         else:
             parts.finish(sums)
 
