@@ -176,8 +176,10 @@ class BatchMean:
             batch = pytree.cut(inputs.batch, first, end, inputs.samples, copies=True)  # the function may change it
             loss, _ = call(dataclasses.replace(inputs, batch=batch, samples=end - first), 0, end - first)
             dtypes.add(loss.dtype)
+            # A step weighs the loss of a part before its backward pass, which may clamp the gradient of a layer.
+            weighed = loss * (end - first) / (high - low) if inputs.divisor is None else loss
             # The graph may reach beyond the function, into what the step needs again.
-            gradient = torch.autograd.grad(loss, weights, retain_graph=True, allow_unused=True) if weights else ()
+            gradient = torch.autograd.grad(weighed, weights, retain_graph=True, allow_unused=True) if weights else ()
             return float(loss), gradient
 
         with contextlib.ExitStack() as stack:
@@ -200,18 +202,21 @@ class BatchMean:
                     f"the loss {whole:.6g}, then {again:.6g}. A start that resumes begins without this state, and each rank has its own: "
                     "hand it in with the batch, begin it anew in each step, or keep it by run.keep_of_rank()"
                 )
-            # Both odd, if they can be: of two even halves each may have half of what a median, or the largest ones, take.
             half = (high - low) // 2 // multiple
-            middle = low + (half - 1 + half % 2 or half) * multiple
             other, gradient_of_other = result(low, high, seeds[1])
             tolerance = _OF_GRADIENT * _rounding(dtypes, undo)
-            noisy = abs(other - whole) > near or _distance(gradient, (gradient_of_other,), (1.0,)) > tolerance
-            if noisy or middle == low or not inputs.batch or _normalises(undo.modules):
+            noisy = abs(other - whole) > near or _distance(gradient, gradient_of_other) > tolerance
+            if noisy or not half or not inputs.batch or _normalises(undo.modules):
                 return ""
-            first, second = result(low, middle, seeds[0]), result(middle, high, seeds[0])
-        return _unlike_halves(
-            inputs, (whole, gradient), (first, second), (middle - low, high - middle), _rounding(dtypes, undo), weights
-        )
+            # Both odd, if they can be: of two even halves each may have half of what a median, or the largest ones, take. Samples that
+            # come in pairs have no odd half.
+            for number in (half - 1 + half % 2 or half, half - half % 2 or half):
+                middle = low + number * multiple
+                with contextlib.suppress(Exception):
+                    first, second = result(low, middle, seeds[0]), result(middle, high, seeds[0])
+                    sizes, rounding = (middle - low, high - middle), _rounding(dtypes, undo)
+                    return _unlike_halves(inputs, (whole, gradient), (first, second), sizes, rounding, weights)
+        return ""
 
 
 def _unlike_halves(
@@ -239,7 +244,7 @@ def _unlike_halves(
         return ""
     # In float16 small gradients would be lost.
     compares = bool(gradient) and inputs.scaler is None
-    apart = _distance(gradient, gradients, shares) if compares else 0.0
+    apart = _distance(gradient, *gradients) if compares else 0.0
     # Terms that cancel, such as those of a critic, round more than their sum. Their gradients do not.
     is_rounding = compares and abs(loss - expected) < _OF_GRADIENT * near and apart < tolerance / 10
     if abs(loss - expected) > near and not is_rounding:
@@ -257,19 +262,20 @@ def _unlike_halves(
     )
 
 
-def _distance(whole: Gradient, parts: tuple[Gradient, ...], shares: tuple[float, ...]) -> float:
-    """Returns the distance between a gradient and the weighted sum of others, in their norm; 0 if a gradient is not finite."""
+def _distance(whole: Gradient, *parts: Gradient) -> float:
+    """Returns the distance between a gradient and the sum of others, in their norm; 0 if a gradient is not finite."""
     apart, norm, norms = 0.0, 0.0, [0.0] * len(parts)
     for gradients in zip(whole, *parts):
         if any(one is not None and one.layout is not torch.strided for one in gradients):
             continue  # sparse
         like = next((one for one in gradients if one is not None), None)
         if like is not None:
-            one, *others = (torch.zeros_like(like) if gradient is None else gradient for gradient in gradients)
-            weighted = [share * other.double() for share, other in zip(shares, others)]
-            apart += float((one.double() - sum(weighted)).square().sum())
-            norm += float(one.double().square().sum())
-            norms = [before + float(other.square().sum()) for before, other in zip(norms, weighted)]
+            one, *others = (
+                torch.zeros_like(like).double() if gradient is None else gradient.double() for gradient in gradients
+            )
+            apart += float((one - sum(others)).square().sum())
+            norm += float(one.square().sum())
+            norms = [before + float(other.square().sum()) for before, other in zip(norms, others)]
     scale = max(math.sqrt(norm), sum(map(math.sqrt, norms)))
     return math.sqrt(apart) / scale if scale and math.isfinite(scale) and math.isfinite(apart) else 0.0
 
