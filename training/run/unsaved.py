@@ -174,8 +174,9 @@ class Unsaved:
     def _warn_of(self, names: list[str]) -> None:
         if names:
             self._warn_here(
-                f"these variables differ from their values at the save, and no checkpoint has them: {first_of(names, NAMES)}. Put values "
-                "that training reads into run.values, run.keep() or a module's buffer, or compute them from run.steps or the epoch"
+                f"these variables differ from their values at the save, and no checkpoint has them: {first_of(names, NAMES)}. Put those "
+                "that training reads into run.values, run.keep() or a module's buffer, or compute them from run.steps or the epoch. The "
+                "others, such as a list for a plot, lack what came before this start"
             )
 
     def _warn_here(self, sentence: str) -> None:
