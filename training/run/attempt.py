@@ -57,7 +57,7 @@ from ..resilience.closeness import (
 from ..resilience.desync import DesyncDetector
 from ..resilience.preempt import Consensus, Decision
 from .replica import Buffers, Modes, learning_rates
-from .resume import Restored, misfits_explained
+from .resume import Snapshot, misfits_explained
 from .run import Ended, Run
 from .saver import Saver
 from .unsaved import Unsaved
@@ -105,8 +105,8 @@ class Attempt:
         self.saver = Saver(run, self._alive)
         self.reading = LossReader(run.state.losses, run.world, of_all=run.state.of_all)
         self.unsaved = Unsaved(run)
-        self.restored: Restored | None = None
-        """The restored state, at the beginning of an epoch within which the run resumes. None once its batches begin."""
+        self.snapshot: Snapshot | None = None
+        """The state before the code that runs: before the batches of an epoch within which the run resumes, or after the batches."""
 
     def begin(self) -> None:
         """Begins the attempt, and reports it."""
@@ -440,11 +440,11 @@ class Attempt:
             run.goodput.close()
 
     def put_back(self) -> None:
-        """Undoes what the script has changed a second time since the beginning of an epoch, if the run resumes there. Collective."""
-        restored, self.restored = self.restored, None
-        if restored is not None:
+        """Undoes what the script has changed since the snapshot, if there is one. Collective."""
+        snapshot, self.snapshot = self.snapshot, None
+        if snapshot is not None:
             with failing_together(self.run.world), misfits_explained():
-                restored.put_back()
+                snapshot.put_back()
 
     def _before_gather(self) -> None:
         """Finds the buffers and modes at the cursor, for a checkpoint or an admitted rank."""

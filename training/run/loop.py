@@ -25,7 +25,7 @@ from .attempt import FIRST_STEPS, Attempt
 from .logical_workers import check_alone
 from .recording import Recorder, obstacle
 from .replica import Replica
-from .resume import Restored, misfits_explained
+from .resume import Snapshot, misfits_explained
 from .run import Ended, Run
 from .step import STEPS, Step
 from .step_input import check_name
@@ -145,7 +145,7 @@ class Loop:
         if kept.epoch_generators is not None:  # the run resumes within this epoch, or at its first batch
             with misfits_explained():
                 kept.restore(kept.epoch_generators, device)
-            self.attempt.restored = Restored(self.run.state)
+            self.attempt.snapshot = Snapshot(self.run.state, again=True)
             return
         if not cursor.step:
             self._resume_generators()
@@ -166,7 +166,9 @@ class Loop:
                 "steps were taken after the last batch of their epoch: list(), sorted() or a generator that reads ahead takes batches "
                 "from the loop before their steps, and a checkpoint counts them as used. Make one step in each pass of the loop"
             )
-        self.attempt.put_back()  # the script went over no batches
+        if self._before_batches:  # the script went over no batches
+            self.attempt.put_back()
+        self.attempt.snapshot = None
         state.clock.settle()
         self.attempt.tell_readings(wait=True)
         means = self.attempt.epoch_means()
@@ -298,6 +300,8 @@ class Loop:
                     self.attempt.modes.hold()
                     run.user_state.cursor_generators = run.user_state.capture(run.world.device)
                     self._epoch_is_through, self._steps_of_batches = True, run.user_state.steps
+                    if not self._is_recipe:  # what a recipe does after its batches changes no state
+                        self.attempt.snapshot = Snapshot(run.state, again=False)
                     if self._left_at_last_step:
                         self.attempt.unsaved.note_variables()
                     run.goodput.enter(TimeCategory.EVALUATION)
@@ -361,6 +365,8 @@ class Loop:
         self.attempt.desync.collective(call)
         if self.attempt.poll().stop and not self.step.pending:
             if not self._before_batches:
+                if self._steps_of_batches == self.run.user_state.steps:
+                    self.attempt.put_back()
                 self.attempt.leave()
             elif not self.attempt.saver.steps_since:
                 self.attempt.leave(saves=False)

@@ -122,14 +122,16 @@ class Made:
             )
 
 
-class Restored:
-    """A copy of the restored state of this rank, at the beginning of an epoch within which the run resumes.
+class Snapshot:
+    """A copy of this rank's state, before code of the script that a start which resumes runs again. `put_back` undoes the code's changes in
+    place: the script may hold a group or a tensor. So they count once.
 
-    The script's code between there and the batches runs a second time, on a state that has its changes already. `put_back` undoes its
-    second changes in place: the script may hold a group or a tensor. Until then an optimizer may be given a group that it has already.
+    Args:
+        again: whether the code runs for the second time, on a state that has its changes already. Then an optimizer may be given a group
+            that it has. Else the run may end within the code, and is saved as it was before.
     """
 
-    def __init__(self, state: TrainState) -> None:
+    def __init__(self, state: TrainState, again: bool) -> None:
         self._kept, optimizers = state.user_state, [*state.optimizers.values()]
         modules = [module for model in state.models for module in model.modules()]
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
@@ -149,15 +151,15 @@ class Restored:
         # To ask a loader for its state may move it.
         self._objects = [(one, _copy(one.state_dict())) for one in objects if not hasattr(one, "__iter__")]
         self._values = [(one, _copy(one)) for one in (self._kept.values, self._kept.summary)]
-        for optimizer in optimizers:
+        self._tolerant = optimizers if again else []
+        for optimizer in self._tolerant:
             known = {id(parameter) for group in state.sync.parameter_groups(optimizer) for parameter in group}
             optimizer.add_param_group = functools.partial(_add, optimizer.add_param_group, known)  # type: ignore[method-assign]
-        self._optimizers = optimizers
 
     @torch.no_grad()
     def put_back(self) -> None:
         """Restores this rank's state, where it has changed. Collective if `state_dict` or `load_state_dict` of a kept object is."""
-        for optimizer in self._optimizers:
+        for optimizer in self._tolerant:
             del optimizer.add_param_group
         for live, before in self._containers:
             live.clear()
