@@ -21,6 +21,14 @@ class Around(torch.optim.Optimizer):  # as Lookahead: its state and groups are t
     def __init__(self, inner):
         self.inner, self.defaults = inner, inner.defaults
         self.step, self.state_dict, self.load_state_dict = inner.step, inner.state_dict, inner.load_state_dict
+class Fading(TensorDataset):
+    scale = 2.0
+    def __getitem__(self, index):
+        return self.tensors[0][index] * self.scale, self.tensors[1][index]
+    def state_dict(self):
+        return {"scale": self.scale}
+    def load_state_dict(self, state):
+        self.scale = state["scale"]
 def tame(running):
     def hook(module, grad_input, grad_output):
         running["norm"] = 0.9 * running["norm"] + 0.1 * float(grad_output[0].norm())
@@ -34,6 +42,7 @@ def train(kind, run, steps):
     model = run.replicate(net)
     inner = lambda parameters: torch.optim.SGD(parameters, lr=0.3, momentum=0.1)
     run.optimizer((lambda parameters: Around(inner(parameters))) if kind == "around" else inner)
+    fading = Fading(X, Y)
     best = f"{tempfile.mkdtemp(dir=None if kind == 'temporary' else sys.argv[1])}/best.pt"
     network, unsure = run.for_evaluation() if kind == "copy" else None, Y.masked_fill(torch.arange(96) % 3 == 0, -100)
     def relabelled():
@@ -45,6 +54,8 @@ def train(kind, run, steps):
     def loss(x, y):
         logits, far = model(x), run.steps >= 10 and kind == "late"
         return F.cross_entropy(logits, y) + ((logits @ logits.T).log_softmax(1).diag().neg().mean() if far else 0.0)
+    if kind == "kept":
+        run.keep(data=fading)
     for epoch in run.epochs(steps=steps):
         if kind == "order":
             for ids in run.iterate(easy_first()):
@@ -57,7 +68,8 @@ def train(kind, run, steps):
             own = TensorDataset(X[run.rank :: run.size], Y[run.rank :: run.size])
             batches = run.iterate(DataLoader(own, 6, num_workers=1, persistent_workers=True))
         else:
-            batches = run.batches(relabelled() if kind == "labels" else plain, 4 if kind == "late" else 12)
+            own = {"labels": relabelled, "kept": lambda: fading}.get(kind, lambda: plain)
+            batches = run.batches(own(), 4 if kind == "late" else 12)
         for x, y in list(batches) if kind == "early" else batches:
             if kind in ("ignored", "counted"):
                 run.step(F.cross_entropy(model(x), y), samples=int((y >= 0).sum()) if kind == "counted" else None)
@@ -66,6 +78,7 @@ def train(kind, run, steps):
                 run.step(losses.topk(3).values.mean() if kind == "hardest" else (losses * mask).sum() / mask.sum())
             else:
                 run.step(loss, x, y, samples=len(y))
+            fading.scale *= 0.99 if kind == "kept" else 1.0
         torch.save(net.state_dict(), best)
         measured = network or run.for_evaluation()
         run.log(accuracy=run.evaluate(lambda x, y: (measured(x).argmax(1) == y).sum(), TensorDataset(X, Y)))
@@ -89,7 +102,7 @@ WARNED = {
     "hook": ["", "no checkpoint has them: attribute 1.running"],
     "labels": ["", "the dataset of run.batches() has other samples than when this epoch began"],
     "order": ["", "the loader gives other batches now"],
-    "calm": ["", ""], "around": ["", ""], "agreed": ["", ""], "counted": ["", ""],
+    "calm": ["", ""], "kept": ["", ""], "around": ["", ""], "agreed": ["", ""], "counted": ["", ""],
 }  # fmt: skip
 """Kind of loop → words of the warning at its first start, and at the start that resumes; "": there is none."""
 
@@ -97,7 +110,8 @@ WARNED = {
 def test_a_loop_that_trains_otherwise_on_ranks_or_after_a_resume_is_named(tmp_path: Path) -> None:
     """Batches are listed before their steps, a copy of the model is measured after the steps that follow it, one rank alone stops, labels
     are ignored, a loss takes the largest ones or a mask, a term of it comes late, a hook carries a norm, labels and an order come from the
-    weights, the best weights are in a temporary file, worker processes last for all epochs. What is right is not named."""
+    weights, the best weights are in a temporary file, worker processes last for all epochs. What is right is not named, such as a dataset
+    that changes and is kept."""
     for start, steps in enumerate((12, 20)):
         # A function is checked at its 16th step.
         words = (f"{kind}:{steps + 8 * (kind == 'late')}" for kind in WARNED)
