@@ -33,7 +33,6 @@ The loop reads losses and norms every `log.every` steps. Neither the GPU nor a r
 from __future__ import annotations
 
 import contextlib
-import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -232,8 +231,8 @@ _MAX_STEPS = 4096
 """Most steps that a rank writes into the store."""
 _LONGEST = 1e7
 """Limit of a phase's seconds: a larger value is damaged."""
-_ATTEMPTS = itertools.count()
-"""Indices of this process's attempts, one for each `Session`."""
+_KEY = "lockstep/times"
+"""Beginning of the keys in the store of the process group, which each attempt opens anew."""
 Floats = npt.NDArray[np.float64]
 
 
@@ -262,7 +261,6 @@ class SlowRank:
 
     def __init__(self, world: World, news: Callable[[], None]) -> None:
         self._world, self._news = world, news
-        self._key = f"lockstep/times/{next(_ATTEMPTS)}"  # a process may have several runs over one store
         self._rows: deque[tuple[float, float, float, float]] = deque(maxlen=_MAX_STEPS)
         """A row for each of the last steps: the seconds of each of `PHASES`, and of the wait for the other ranks."""
         self._last = 0
@@ -307,13 +305,13 @@ class SlowRank:
     def _leave(self, store: Any) -> None:
         """Writes the rows since the last write but one into the store. Ranks write at different steps, and their rows must overlap."""
         rows = np.array([(self._world.initial_rank, self._last, 0.0, 0.0), *self._rows])
-        store.set(f"{self._key}/{self._world.rank}", rows.tobytes())
+        store.set(f"{_KEY}/{self._world.rank}", rows.tobytes())
         while len(self._rows) > self._left:
             self._rows.popleft()
         self._left = 0
 
     def _look(self, store: Any) -> bool:
-        parsed = [_parsed(stores.read(store, f"{self._key}/{rank}")) for rank in range(self._world.size)]
+        parsed = [_parsed(stores.read(store, f"{_KEY}/{rank}")) for rank in range(self._world.size)]
         posts = [post for post in parsed if post is not None]
         if len(posts) < self._world.size:
             return False
