@@ -333,19 +333,14 @@ def _stalled_rank(rank: int, progress: RankProgress, text: str) -> StalledRank:
 
 def _waits(frames: list[Frame], state: str) -> bool:
     """Returns whether these frames are of a thread that waits for other ranks: in a collective, for a GPU or in a backward pass."""
-    for frame in frames[:6]:
-        path = frame.file
-        if os.path.join("torch", "distributed", "") in path or path.startswith((_OURS + "parallel", _OURS + "sync")):
-            return True
-        if state == "S" and (
-            os.path.join("torch", "autograd", "") in path or os.path.join("torch", "cuda", "") in path
-        ):
-            return True
-    return False
+    places = ["torch/distributed/", _OURS + "parallel", _OURS + "sync"]
+    if state == "S":
+        places += ["torch/autograd/", "torch/cuda/"]
+    return any(place in frame.file for frame in frames[:6] for place in places)
 
 
 def _what(frames: list[Frame], state: str) -> str:
-    paths = [frame.file.replace(os.sep, "/") for frame in frames[:8]]
+    paths = [frame.file for frame in frames[:8]]
     if any("/torch/utils/data/" in path for path in paths):  # it waits with frames of multiprocessing
         return LOADER
     for path in paths:
