@@ -25,10 +25,10 @@ from lockstep.training.contract import (
     ENV_RESTARTS,
     ENV_RUN_DIR,
     ENV_SESSION,
-    EXIT_USAGE,
     UserError,
     rank_of,
     to_stderr,
+    user_errors,
 )
 
 from .progress import stat_of, variables_of
@@ -36,7 +36,6 @@ from .progress import stat_of, variables_of
 _OF_THE_RANK = (ENV_JOB, ENV_LAUNCHER, ENV_RESTARTS, ENV_LIVE, ENV_REPLACEMENT, ENV_SESSION, ENV_NOTE)
 """Variables of a rank that the command must not have. The last two would make a Session of the command write into the run of the job,
 and report its progress as that of the rank."""
-_ABSENT = "{} does not run: it has ended, or has not begun, or is being started again"
 _FROM_SLURM = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": "SLURM_NTASKS"}
 
 
@@ -92,16 +91,13 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 def main(argv: list[str]) -> int:
-    """Executes the command in this process. Returns an exit code only if that fails, or if there is no command."""
-    try:
-        args = _parse(argv)
-    except UserError as error:
-        return _refuse(str(error))
+    """Executes the command in this process. Returns an exit code only if that fails. Raises `UserError`."""
+    args = _parse(argv)
     if not os.path.isdir("/proc/self"):
-        return _refuse("the processes of this machine are not to be seen: /proc is Linux's")
+        raise UserError("the processes of this machine are not to be seen: /proc is Linux's")
     rank_process = ranks(os.environ).get(args.rank)
     if rank_process is None:
-        return _refuse(_ABSENT.format(f"rank {args.rank}"))
+        raise UserError(f"rank {args.rank} does not run: it has ended, or has not begun, or is being started again")
     pid, rank_env = rank_process
     env = environment(rank_env, args)
     with contextlib.suppress(OSError):  # this process may not see the rank's folder
@@ -114,11 +110,7 @@ def main(argv: list[str]) -> int:
         return 127 if isinstance(error, FileNotFoundError) else 126  # as a shell has it
 
 
-def _refuse(why: str) -> int:
-    to_stderr(f"error: {why}")
-    return EXIT_USAGE
-
-
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # before the command is there, Ctrl-C needs no traceback
-    sys.exit(main(sys.argv[1:]))
+    with user_errors():
+        sys.exit(main(sys.argv[1:]))
