@@ -19,30 +19,24 @@ def to_device(item: Any, device: torch.device) -> Any:
         except TypeError:  # a `to` that takes nothing but the device
             moved = item.to(device)
         return item if moved is None else moved  # it has moved itself
-    if isinstance(item, (Mapping, list, tuple)):
-        return _rebuilt(item, lambda value: to_device(value, device))
-    if dataclasses.is_dataclass(item) and not isinstance(item, type):
-        clone = copy.copy(item)
-        for field in dataclasses.fields(item):
-            if hasattr(item, field.name):
-                moved = to_device(getattr(item, field.name), device)
-                object.__setattr__(clone, field.name, moved)  # frozen ones, too
-        return clone
-    return item
+    holds_more = isinstance(item, (Mapping, list, tuple)) or children(item)
+    return _rebuilt(item, lambda value: to_device(value, device)) if holds_more else item
 
 
 def _rebuilt(item: Any, change: Callable[[Any], Any]) -> Any:
-    """Returns a mapping, tuple or list of the same type, with changed entries."""
+    """Returns a list, tuple, mapping or dataclass of the same type, with changed entries."""
+    make = getattr(item, "_make", type(item))  # a named tuple
     if isinstance(item, tuple):
-        make = getattr(item, "_make", type(item))  # a named tuple
         return make(map(change, item))
-    entries = dict(enumerate(item)) if isinstance(item, list) else item
-    changed = {key: change(value) for key, value in entries.items()}
-    if not isinstance(item, (list, MutableMapping)):
-        return type(item)(changed)
+    changed = {key: change(value) for key, value in children(item)}
+    if isinstance(item, Mapping) and not isinstance(item, MutableMapping):
+        return make(changed)
     clone = copy.copy(item)  # with what else it has: a default, an attribute
     for key, value in changed.items():
-        clone[key] = value
+        if isinstance(item, (list, Mapping)):
+            clone[key] = value
+        else:
+            object.__setattr__(clone, key, value)  # of a frozen dataclass, too
     return clone
 
 
