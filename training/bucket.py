@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias, TypeVar
 
 from . import extras, files
-from .contract import BUCKET_URL, EXIT_FAILED, EXIT_USAGE, UserError, printable
+from .contract import BUCKET_URL, EXIT_FAILED, EXIT_USAGE, UserError, first_line, printable
 
 _PART = 16 << 20
 """Bytes of a request: that bounds the memory, in which an upload has `_AT_ONCE`. An answer has to arrive within the client's time-out:
@@ -47,9 +47,7 @@ class Bucket:
             from obstore import exceptions
             from obstore.store import from_url
         if not re.fullmatch(BUCKET_URL, url):
-            raise UserError(
-                f"expected s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or az://CONTAINER/PREFIX, got {printable(url)}"
-            )
+            raise UserError(f"expected s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or az://CONTAINER/PREFIX, got {url}")
         self.url = url.rstrip("/")
         self._obstore, self._errors = obstore, exceptions
         plain = any(value.startswith("http://") for name, value in os.environ.items() if "ENDPOINT" in name)
@@ -60,7 +58,7 @@ class Bucket:
                 retry_config={"max_retries": 6, "retry_timeout": timedelta(seconds=60), "backoff": _BACKOFF},
             )
         except (exceptions.BaseError, ValueError) as error:
-            raise UserError(f"{self.url} cannot be used: {_reason(error)}") from None
+            raise UserError(f"{self.url} cannot be used: {first_line(error)[:300]}") from None
 
     @contextlib.contextmanager
     def _asking(self, key: str) -> Iterator[None]:
@@ -74,7 +72,8 @@ class Bucket:
             raise FileNotFoundError(f"{self.url}/{key}: there is no such object") from None
         except (self._errors.BaseError, OSError, ValueError) as error:
             denied = isinstance(error, (self._errors.PermissionDeniedError, self._errors.UnauthenticatedError))
-            raise (PermissionError if denied else OSError)(f"{self.url}/{key}: {_reason(error)}") from None
+            reason = printable(first_line(error)[:300])  # the other lines are those of obstore's source in Rust
+            raise (PermissionError if denied else OSError)(f"{self.url}/{key}: {reason}") from None
 
     def read(self, key: str, limit: int) -> tuple[bytes, Tag]:
         """Returns a small object, and its tag. Raises `OSError` if it has more than `limit` bytes, `FileNotFoundError`."""
@@ -162,8 +161,3 @@ def as_user_error(what: str, unreachable: int = EXIT_FAILED) -> Iterator[None]:
     except OSError as error:
         reached = isinstance(error, (FileNotFoundError, PermissionError, Damaged))
         raise UserError(f"{what}: {error}", code=EXIT_USAGE if reached else unreachable) from None
-
-
-def _reason(error: BaseException) -> str:
-    """Returns the first line of an error of obstore: the others are those of its source in Rust."""
-    return printable(str(error).partition("\n")[0][:300]) or type(error).__name__
