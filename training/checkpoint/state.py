@@ -151,9 +151,7 @@ class UserState:
         """Returns the shared part of the state, for rank 0."""
         return {
             "objects": {name: stateful.state_dict() for name, stateful in self.objects.items()},
-            "values": dict(self.values),
-            "summary": dict(self.summary),
-            **{name: getattr(self, name) for name in _PLAIN},
+            **{name: getattr(self, name) for name in ("values", "summary", *_PLAIN)},
         }
 
     def rank_state(self) -> dict[str, Any]:
@@ -172,10 +170,9 @@ class UserState:
             ValueError: the checkpoint has other objects than the script keeps now.
         """
         _load(self.objects, shared["objects"])
-        self.values.clear()
-        self.values.update(shared["values"])
-        self.summary.clear()
-        self.summary.update(shared["summary"])
+        for held, saved in ((self.values, shared["values"]), (self.summary, shared["summary"])):  # by the script, too
+            held.clear()
+            held.update(saved)
         for name in _PLAIN:
             setattr(self, name, shared[name])
         if rank is not None:
