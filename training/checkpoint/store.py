@@ -137,9 +137,8 @@ def verify(path: Path, step: int | None = None) -> dict[str, Any]:
     about = manifest(path, step)
     for name, entry in about["files"].items():
         with files.reading(path / name, CorruptCheckpoint):
-            different = files.difference(path / name, entry["sha256"], entry["bytes"])
-        if different:
-            raise CorruptCheckpoint(f"{path / name} {different}")
+            if different := files.difference(path / name, entry["sha256"], entry["bytes"]):
+                raise CorruptCheckpoint(f"{path / name} {different}")
     return about
 
 

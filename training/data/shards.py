@@ -166,9 +166,8 @@ class Manifest(Section):
         path = self.directory / shard.file
         if verify:
             with files.reading(path, CorruptShard, f": {_MEND}"):
-                different = files.difference(path, shard.sha256)
-            if different:
-                raise CorruptShard(f"{path} {different}: {_MEND}")
+                if different := files.difference(path, shard.sha256):
+                    raise CorruptShard(f"{path} {different}: {_MEND}")
         return path
 
     def _fetched(self, bucket: Bucket, shard: Shard, verify: bool) -> Path:
