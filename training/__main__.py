@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import atexit
 import contextlib
-import importlib
 import io
 import os
 import signal
@@ -144,11 +143,11 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     try:
         keep_out_others()
-        if argv[:1] == ["launch"]:  # it parses its own arguments
-            with extras.explained():
-                launch = importlib.import_module("lockstep.training.launch.command")
-            return int(launch.main(argv[1:]))
         with extras.explained():
+            if argv[:1] == ["launch"]:  # it parses its own arguments
+                from .launch import command
+
+                return command.main(argv[1:])
             args = _parser().parse_args(argv)
             action: Callable[[argparse.Namespace], int] = args.action
             return action(args)
