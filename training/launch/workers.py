@@ -26,7 +26,7 @@ import filelock
 
 from lockstep.wire.hangs import Hangs
 from lockstep.wire.progress import seen
-from lockstep.wire.signals import FORWARDED, PendingSignals
+from lockstep.wire.signals import FORWARDED, PendingSignals, signals_held_back
 
 from .. import files
 from ..contract import (
@@ -92,16 +92,13 @@ class Workers:
             return
         if not self._running:
             self._printed()
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED if self._blocked else ())
-        try:
+        with signals_held_back() if self._blocked else contextlib.nullcontext():
             for worker in new:
                 rank = str(worker.rank)
                 of_rank = {"RANK": rank, "ROLE_RANK": rank, "LOCAL_RANK": str(worker.rank - first)}
                 if worker.replacement:
                     of_rank[ENV_REPLACEMENT] = str(worker.replacement)
                 self._start(worker, {**env, **of_rank})
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def _start(self, worker: WorkerId, env: Mapping[str, str]) -> None:
         out = errors = None
