@@ -118,7 +118,7 @@ def _run(args: argparse.Namespace, nodes: Meeting, attempts: Attempts, hangs: Ha
         handle(args.caught, signal.SIG_IGN)
         over = error.number == signal.SIGALRM if group is None else group.timed_out
         what = f"the time limit of {args.time_limit} s is over" if over else error.number.name
-        again = " again" if group is not None and group.has_begun else ""
+        again = " again" if group is not None and group.starts else ""
         code, why = EXIT_TIMED_OUT if over else EXIT_PREEMPTED, f"{what} before the ranks had started{again}"
     except CannotMeet as error:
         code, why, final = error.code, str(error), error.final

@@ -230,15 +230,12 @@ class WorkerGroup:
         """Signals that came while `_waits` was set."""
         self._reasons: list[str] = []
         """A sentence for each way in which ranks have failed."""
-        self.has_begun = False
-        """Whether the ranks were started, or are about to be."""
         self.starts = attempts.used
         """Earlier starts of the ranks, by this launcher or one that it replaced."""
 
     def _begin(self) -> None:
         """Prepares a start of the ranks, and counts it. New signals wait in `held` from now on."""
         os.environ[ENV_RESTARTS] = str(self.starts)
-        self.has_begun = True
         self.starts += 1
         earlier, self.held = self.held, PendingSignals(self.grace)  # from here on it takes what comes
         self.held.inherit(earlier)
