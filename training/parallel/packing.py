@@ -116,9 +116,7 @@ def pack(tree: Any) -> torch.Tensor:
     plain, tensors = split(tree)
     about = [{"dtype": DTYPE_NAMES[t.dtype], "shape": list(t.shape)} for t in tensors.values()]
     head = json.dumps([plain, about]).encode()
-    parts = [torch.tensor(list(len(head).to_bytes(8, "little")), dtype=torch.uint8), as_bytes(head)]
-    parts += [tensor_bytes(t) for t in tensors.values()]
-    return torch.cat(parts)
+    return torch.cat([as_bytes(len(head).to_bytes(8, "little") + head), *map(tensor_bytes, tensors.values())])
 
 
 def unpack(packed: torch.Tensor) -> Any:
