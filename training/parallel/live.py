@@ -124,7 +124,6 @@ class Live:
         """Whether the call under way admits replacements."""
         self._newcomers: list[int] = []
         """Ranks that were admitted, and have completed no call yet."""
-        self._seat = (world.rank, world.size)
         self._result: Results = []
         """The results of the last call that this rank has completed."""
         self._inside = False
@@ -140,8 +139,6 @@ class Live:
         else:
             self._store = stores.without_prefix(dist.distributed_c10d._get_default_store())
             self._peers = world.peers
-        self._started = world.rank if world.replacement else world.size
-        """The number of ranks that were started."""
         of_node = int(os.environ[ENV_LIVE]) if world.nodes > 1 else 0
         self._announced_seconds = ANNOUNCED_SECONDS + of_node
         before = process.connections()
@@ -250,7 +247,8 @@ class Live:
             take_part: joins the collectives of `admit`'s `state`.
         """
         world, number = self.world, self.world.replacement
-        self._gone = {rank: how for rank in range(self._started) if (how := self._ended_how(rank))}
+        # Until it is admitted, its number is that of the ranks that were started.
+        self._gone = {rank: how for rank in range(world.rank) if (how := self._ended_how(rank))}
         self._store.set(stores.prepared(number), "1")
         self._store.add(stores.WAITING, 1)
         while not self._store.check([stores.admitted(number)]):
