@@ -152,7 +152,7 @@ class RunDirectory:
     def last_events(self) -> list[dict[str, Any]]:
         """Returns the last events of events.jsonl that are readable."""
         events = []
-        with contextlib.suppress(OSError), open(self.path / contract.EVENTS_FILE, "rb", opener=_no_link) as file:
+        with contextlib.suppress(OSError), files.regular(self.path / contract.EVENTS_FILE) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - LAST_BYTES))
             for line in file.read().splitlines():
                 with contextlib.suppress(ValueError):
@@ -306,10 +306,6 @@ def _locked(path: Path, seconds: float) -> filelock.FileLock:
         lock.release()
         raise filelock.Timeout(str(path))
     return lock
-
-
-def _no_link(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 LAST_BYTES = 1 << 17
