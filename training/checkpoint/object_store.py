@@ -23,10 +23,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from .. import files
 from ..bucket import Bucket, Damaged, Tag, as_user_error, read_again
+from ..config.settings import Section
 from ..contract import CHECKPOINTS, EVENTS_FILE, METRICS, RUN_FILE, TIME_FILE, UserError
 from . import store
 from .store import KeepBest, Rule, checkpoint_name
@@ -48,11 +49,7 @@ class TakenOver(OSError):
     """The error after another attempt at this run has taken over the bucket."""
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-class CheckpointEntry(_Strict):
+class CheckpointEntry(Section):
     """A checkpoint in the bucket, with its score by the rule `score_of`. Its manifest has the checksums of its files."""
 
     step: Annotated[int, Field(ge=0, lt=1 << 60)]
@@ -67,7 +64,7 @@ class CheckpointEntry(_Strict):
         return f"{self.commit}/{checkpoint_name(self.step)}/{name}"
 
 
-class Head(_Strict):
+class Head(Section):
     """The content of `head`: one commit. `commit` is drawn anew each time; `sha256` is the digest of the other fields."""
 
     format: Literal[5] = 5
@@ -76,7 +73,7 @@ class Head(_Strict):
     commit: _Token
     fresh: str = ""
     """The word of `--fresh` with which the run was begun."""
-    checkpoints: list[CheckpointEntry] = []
+    checkpoints: list[CheckpointEntry] = Field(default_factory=list)
     """Newest first."""
     run_yaml: str = ""
     """The settings of the run; empty: nothing is committed yet."""
