@@ -58,12 +58,9 @@ def _new(path: Path) -> int:
 
 def write_durable(path: Path, data: bytes) -> None:
     """Writes a new file, whose content is on the disk when this returns. Raises `OSError`."""
-    descriptor = _new(path)
-    try:
-        write_all(descriptor, data)
-        fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with open(_new(path), "wb", buffering=0) as file:
+        write_all(file.fileno(), data)
+        fsync(file.fileno())
 
 
 def append(path: Path, entry: Any) -> None:
