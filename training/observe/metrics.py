@@ -28,11 +28,12 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+from wsgiref.simple_server import WSGIRequestHandler
 
 import prometheus_client
 import torch
 from prometheus_client import make_wsgi_app
+from prometheus_client.exposition import ThreadingWSGIServer
 
 from lockstep.wire.hangs import of_run
 
@@ -276,10 +277,9 @@ class Exporter:
         for attempt in (port, 0):
             try:
                 self._server = _Server(address, attempt, self.metrics, self._settings.stale_seconds)
+                break
             except (OSError, OverflowError) as error:
                 reason = str(getattr(error, "strerror", None) or error).partition(" (while")[0]  # the address is known
-                continue
-            break
         if self._server is None:
             self._warn("serve", f"cannot serve metrics ({reason})")
         elif tells and port not in (0, self._server.server_port):
@@ -343,7 +343,7 @@ def _sweep(folder: Path, size: int) -> None:
             path.unlink(missing_ok=True)
 
 
-class _Server(socketserver.ThreadingMixIn, WSGIServer):
+class _Server(ThreadingWSGIServer):
     """HTTP server of a rank, in separate threads from its construction to `shutdown`.
 
     Args:
@@ -356,7 +356,6 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         OverflowError: the port is above 65535.
     """
 
-    daemon_threads = True
     allow_reuse_port = False  # newer Pythons would share the port with another run
     request_queue_size = 128
 
