@@ -186,7 +186,8 @@ def prepare(args: argparse.Namespace, work: Path) -> str:
     images, labels = np.ascontiguousarray(raw.train[0][:count]), raw.train[1][:count]
     np.save(work / "images.npy", images)
     np.save(work / "labels.npy", labels)
-    shard_writer.write(Raw((images, labels), (raw.test[0][:64], raw.test[1][:64]), raw.classes), work / "shards", name)
+    part = Raw((images, labels), (raw.test[0][:64], raw.test[1][:64]), raw.classes)
+    shard_writer.write(part.stream(), work / "shards", name)
     return name
 
 

@@ -103,7 +103,7 @@ def seal(checkpoint: Path) -> None:
 def make_shards(folder: Path, samples: int = 12) -> Path:
     """Writes shards of small synthetic images."""
     raw = _sources.load("synthetic", folder, {"n": samples, "n_test": 3, "size": 4})
-    return _shard_writer.write(raw, folder, "synthetic").directory
+    return _shard_writer.write(raw.stream(), folder, "synthetic").directory
 
 
 def export(*words: str) -> int:

@@ -6,6 +6,7 @@ manifest = prepare(config.data)                           # finds them, or makes
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import json
@@ -30,7 +31,7 @@ from ..parallel.exchange import waiting_for_all
 from ..parallel.world import World
 from . import sources
 from .shards import MANIFEST, MAX_MANIFEST, SPLITS, Manifest
-from .sources.raw import Piece, Raw, Stream, checked, cut, numbered
+from .sources.raw import Piece, Stream, checked, cut, numbered
 
 SHARD_BYTES = 1 << 30
 """A shard ends when it has so many bytes of samples."""
@@ -39,7 +40,7 @@ _HEADER_BYTES = 512
 _KINDS = {np.dtype(np.uint8): "U8", np.dtype(np.float32): "F32"}
 
 
-def write(raw: Raw | Stream, directory: Path, source: str) -> Manifest:
+def write(stream: Stream, directory: Path, source: str) -> Manifest:
     """Writes the shards and, last, the manifest; `directory` appears complete or not at all.
 
     However many samples there are, no more than a piece of them is in memory.
@@ -49,7 +50,6 @@ def write(raw: Raw | Stream, directory: Path, source: str) -> Manifest:
     """
     if directory.exists():
         raise UserError(f"{directory} exists already: choose another folder, or remove it")
-    stream = raw.stream() if isinstance(raw, Raw) else raw
     try:
         with files.replacing(directory, durable=False) as staging:
             staging.mkdir(parents=True)
@@ -187,8 +187,7 @@ def verified(data: Data, world: World, splits: Sequence[str] = SPLITS) -> Manife
         # A hash leaves Python's lock. The files of a bucket come one after another.
         from_bucket = "://" in (data.shards or "")
         with ThreadPoolExecutor(1 if from_bucket else torch.get_num_threads()) as pool:
-            for _ in pool.map(lambda shard: manifest.file(shard, verify=True), mine):
-                pass
+            list(pool.map(functools.partial(manifest.file, verify=True), mine))
     return manifest
 
 
