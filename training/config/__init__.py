@@ -485,8 +485,7 @@ def of_run(values: dict[str, Any], where: str) -> RunSettings:
 
 def to_dict(config: RunSettings) -> dict[str, Any]:
     """Nested plain values, ready for YAML."""
-    values: dict[str, Any] = json.loads(json.dumps(config, default=dict))
-    return values
+    return config.model_dump(mode="json")
 
 
 def form_of(config: RunSettings) -> dict[str, Any]:
