@@ -21,13 +21,13 @@ import numpy as np
 from pydantic import AfterValidator, Field
 
 from ... import files
-from ...config import Items
+from ...config import Items, Number
 from ...config.settings import Section
 from ...contract import UserError, printable
 from ...limits import DECODE_SECONDS
 from ...parallel.cores import cores
 from ..batches import loader
-from .raw import Piece, Share, Stream
+from .raw import Piece, Stream
 
 MAX_SIDE = 4096
 _BATCH = 16
@@ -53,7 +53,7 @@ class Options(Section):
     """Folder with one folder for each class, below `data.root` or absolute."""
     test: str | None = None
     """The same for the test images; null: a share of the training images is held out."""
-    held_out: Share = 0.1
+    held_out: Number = Field(default=0.1, ge=0, lt=1)
     """Share of the images that test where there is no test folder, chosen by a hash of each one's relative name."""
 
 

@@ -5,18 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
-from pydantic import Field
 
-from ...config import Number
 from ...contract import UserError
 
 Piece: TypeAlias = tuple[np.ndarray, np.ndarray]
 """(samples, labels [n]) of a part of a split, in order."""
-Share: TypeAlias = Annotated[Number, Field(ge=0, lt=1)]
-"""The type of an option."""
 PIECE_BYTES = 4 << 20
 """Approximate size of a piece of samples."""
 
