@@ -369,30 +369,26 @@ def begun(loader: Iterable[Any]) -> Iterator[Any]:
     """
     if not isinstance(loader, DataLoader) or not loader.num_workers:
         return iter(loader)
-    if not isinstance(loader.worker_init_fn, _IgnoreSignals):
-        loader.worker_init_fn = _IgnoreSignals(loader.worker_init_fn)
+    if getattr(loader.worker_init_fn, "func", None) is not _ignore_signals:
+        loader.worker_init_fn = functools.partial(_ignore_signals, loader.worker_init_fn)
     if (loader.multiprocessing_context or multiprocessing).get_start_method() != "fork":
         resource_tracker.ensure_running()  # it unblocks signals where it starts
-    with signals_held_back():  # the processes inherit the mask: they import before they call `_IgnoreSignals`
+    with signals_held_back():  # the processes inherit the mask: they import before they call `_ignore_signals`
         return iter(loader)
 
 
-class _IgnoreSignals:
-    """A `worker_init_fn` that ignores the signals for an early end, except the rank's own TERM at its end."""
-
-    def __init__(self, then: Callable[[int], None] | None) -> None:
-        self._then = then
-
-    def __call__(self, worker: int) -> None:
-        for number in {*FORWARDED} - {signal.SIGTERM}:
-            signal.signal(number, signal.SIG_IGN)
-        waits = hasattr(signal, "sigwaitinfo")  # macOS has none; there a TERM ends the process, as torch has it
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {*FORWARDED} - ({signal.SIGTERM} if waits else set()))
-        rank = multiprocessing.parent_process()  # under forkserver it is not the parent in the system's sense
-        if waits and rank is not None:
-            threading.Thread(target=_end_with_the_rank, args=(rank.pid,), daemon=True).start()
-        if self._then is not None:
-            self._then(worker)
+def _ignore_signals(then: Callable[[int], None] | None, worker: int) -> None:
+    """Ignores in a loader's process the signals for an early end, except the rank's own TERM at its end. Calls the loader's own
+    `worker_init_fn`."""
+    for number in {*FORWARDED} - {signal.SIGTERM}:
+        signal.signal(number, signal.SIG_IGN)
+    waits = hasattr(signal, "sigwaitinfo")  # macOS has none; there a TERM ends the process, as torch has it
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {*FORWARDED} - ({signal.SIGTERM} if waits else set()))
+    rank = multiprocessing.parent_process()  # under forkserver it is not the parent in the system's sense
+    if waits and rank is not None:
+        threading.Thread(target=_end_with_the_rank, args=(rank.pid,), daemon=True).start()
+    if then is not None:
+        then(worker)
 
 
 def _end_with_the_rank(rank: int) -> None:
