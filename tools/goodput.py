@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lockstep.training.cli import run_dir
 from lockstep.training.contract import EXIT_DONE, TIME_FILE, UserError, printable
-from lockstep.training.observe.account import TimeCategory, of_run, plain
+from lockstep.training.observe.account import TimeCategory, of_run, together
 from lockstep.wire.status import goodput_line
 
 from . import RUN, parser
@@ -26,7 +26,7 @@ def main(argv: list[str]) -> int:
     for run, account in zip(runs, accounts):
         if not account.attempts:
             raise UserError(f"{run} has no {TIME_FILE} that can be read: give a run directory whose run has begun")
-    total = plain(accounts)
+    total = together(accounts).plain()
     if args.json:
         each = [{"run": str(run), **account.plain()} for run, account in zip(runs, accounts)]
         print(json.dumps({"runs": each, "total": total}, indent=1))

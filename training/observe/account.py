@@ -11,7 +11,7 @@ import contextlib
 import os
 import time
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -76,7 +76,7 @@ class Account:
         """Seconds of the job's wall clock, by category."""
         self.lost_to_restarts = 0.0
         """Seconds that restarts cost: down, taken again, and the time to the first step of every attempt but the first."""
-        self.attempts = set[int]()
+        self.attempts, self.restarts = set[int](), 0
         self.last: Line | None = None
         self._recent: deque[Stretch] = deque(maxlen=_RECENT)
 
@@ -91,8 +91,9 @@ class Account:
             self._lose(_number(line["resumed"]))
         self.last = line
         self.attempts.add(int(number))
+        self.restarts = len(self.attempts) - 1
         of_restarts = [TimeCategory.DOWN, TimeCategory.TAKEN_AGAIN]
-        if len(self.attempts) > 1:
+        if self.restarts:
             of_restarts.append(TimeCategory.START)
         self.lost_to_restarts += sum(seconds.get(category, 0.0) for category in of_restarts)
         for category, value in seconds.items():
@@ -119,37 +120,27 @@ class Account:
     def wall(self) -> float:
         return sum(self.seconds.values())
 
-    @property
-    def restarts(self) -> int:
-        return max(0, len(self.attempts) - 1)
-
     def shares(self) -> dict[str, Any]:
         """Returns the shares for status.json."""
-        return _shares([self])
+        wall = max(self.wall, 1e-9)
+        productive, lost = self.seconds[TimeCategory.PRODUCTIVE] / wall, self.lost_to_restarts / wall
+        return {"fraction": round(productive, 4), "lost_to_restarts": round(lost, 4), "restarts": self.restarts}
 
     def plain(self) -> dict[str, Any]:
         """Returns the shares and seconds for summary.json."""
-        return plain([self])
+        seconds = {category.value: round(self.seconds[category], 3) for category in TimeCategory}
+        return {**self.shares(), "wall_seconds": round(self.wall, 3), "seconds": seconds}
 
 
-def _shares(accounts: Sequence[Account]) -> dict[str, Any]:
-    wall = max(sum(account.wall for account in accounts), 1e-9)
-    productive = sum(account.seconds[TimeCategory.PRODUCTIVE] for account in accounts)
-    lost = sum(account.lost_to_restarts for account in accounts)
-    return {
-        "fraction": round(productive / wall, 4), "lost_to_restarts": round(lost / wall, 4),
-        "restarts": sum(account.restarts for account in accounts),
-    }  # fmt: skip
-
-
-def plain(accounts: Sequence[Account]) -> dict[str, Any]:
-    """Returns the shares and seconds of several runs together."""
-    seconds = {
-        category.value: round(sum(account.seconds[category] for account in accounts), 3) for category in TimeCategory
-    }
-    return {
-        **_shares(accounts), "wall_seconds": round(sum(account.wall for account in accounts), 3), "seconds": seconds
-    }  # fmt: skip
+def together(accounts: Iterable[Account]) -> Account:
+    """Returns the sums of several runs."""
+    whole = Account()
+    for account in accounts:
+        for category, seconds in account.seconds.items():
+            whole.seconds[category] += seconds
+        whole.lost_to_restarts += account.lost_to_restarts
+        whole.restarts += account.restarts
+    return whole
 
 
 def age_of(process: str) -> float | None:
