@@ -204,7 +204,7 @@ def variables_of(pid: int) -> dict[str, str]:
     except OSError:
         return {}
     try:
-        status, environ = (_of_process(folder, name) for name in ("status", "environ"))
+        status, environ = (Path(f"/proc/self/fd/{folder}/{name}").read_bytes() for name in ("status", "environ"))
     except OSError:
         return {}
     finally:
@@ -213,11 +213,6 @@ def variables_of(pid: int) -> dict[str, str]:
     if set(users) != {str(os.geteuid()).encode()}:  # real, effective, saved, of the file system
         return {}
     return dict(os.fsdecode(entry).split("=", 1) for entry in environ.split(b"\0") if b"=" in entry)
-
-
-def _of_process(folder: int, name: str) -> bytes:
-    with open(os.open(name, os.O_RDONLY, dir_fd=folder), "rb") as file:
-        return file.read()
 
 
 def state_of(pid: int) -> str:
