@@ -105,7 +105,7 @@ class NodeAgent(WorkerGroup):
             looked = time.monotonic()
             ended = self._ended()
             if time.monotonic() - looked > STOPPED_SECONDS:
-                link.heard_before(self._lease / 2)
+                link.taken = max(link.taken, time.monotonic() - self._lease / 2)  # it has half of its time from now on
             self._codes += [(worker.rank, worker.replacement, *how) for worker, how in ended.items()]
             self._hangs.look([worker.rank for worker in self.workers.running])
             if link.foreign:
@@ -193,10 +193,6 @@ class Link:
     def silent(self, seconds: float) -> bool:
         """Returns whether no report has arrived for this many seconds."""
         return self.broken or time.monotonic() - self.taken > seconds
-
-    def heard_before(self, seconds: float) -> None:
-        """Moves the last arrival to at most this many seconds ago, after this process was stopped."""
-        self.taken = max(self.taken, time.monotonic() - seconds)
 
     def send(self, seconds: float) -> None:
         """Waits until the last report has arrived, for this many seconds at most."""
