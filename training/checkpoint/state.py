@@ -192,7 +192,7 @@ def _load(objects: dict[str, Stateful], states: dict[str, Any]) -> None:
 def _check_names(ours: Collection[str], saved: Collection[str], kind: str = "") -> None:
     """Raises a `ValueError` that says who alone has a name."""
     if different := sorted({*ours} ^ {*saved}):
-        where = "the script" if different[0] in ours else "the checkpoint"
+        where = "this run" if different[0] in ours else "the checkpoint"
         raise ValueError(f"{kind}{different[0]} is in {where} only")
 
 
@@ -435,9 +435,7 @@ def _copy(
     targets: Mapping[str, torch.Tensor],
     write: Callable[[torch.Tensor, torch.Tensor], object] = torch.Tensor.copy_,
 ) -> None:
-    if saved.keys() != targets.keys():
-        different = sorted(saved.keys() ^ targets.keys())
-        raise ValueError(f"the checkpoint belongs to another model: {different[0]} is in only one of the two")
+    _check_names(targets.keys(), saved.keys(), "the checkpoint belongs to another model: ")
     for name, target in targets.items():
         if saved[name].shape != target.shape:
             raise ValueError(f"the checkpoint has {name} of shape {list(saved[name].shape)}, not {list(target.shape)}")
