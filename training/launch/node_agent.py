@@ -110,7 +110,7 @@ class NodeAgent(WorkerGroup):
             self._hangs.look([worker.rank for worker in self.workers.running])
             if link.foreign:
                 raise CannotMeet(f"the nodes did not meet at {self.meeting.endpoint}: {FOREIGN}", EXIT_USAGE)
-            if link.silent(self._lease):
+            if link.broken or time.monotonic() - link.taken > self._lease:
                 then = ", and it joins again" if self.signalled is None else ""
                 what = "is gone" if link.broken else f"has not answered for {self._lease:g} s"
                 to_stderr(f"launch: the first node {what}: the ranks of this node end{then}")
@@ -189,10 +189,6 @@ class Link:
         if report != self._report:
             self._changed.set()
         self._report = report
-
-    def silent(self, seconds: float) -> bool:
-        """Returns whether no report has arrived for this many seconds."""
-        return self.broken or time.monotonic() - self.taken > seconds
 
     def send(self, seconds: float) -> None:
         """Waits until the last report has arrived, for this many seconds at most."""
