@@ -141,10 +141,8 @@ _WANTED = ("trained_seconds", "epoch", "examples_seen", "images_per_second", "lr
 
 Values = dict[str, float]
 """Name → number."""
-Send = Callable[[Values, int], None]
-"""Function of values and their step."""
-Tracker = tuple[Send, Callable[[], None]]
-"""Its function of values, and the function that ends it."""
+Tracker = tuple[Callable[[Values, int], None], Callable[[], None]]
+"""Its function of values and their step, and the function that ends it."""
 
 
 def attach(config: RunSettings, run: RunDirectory, step: int) -> None:
