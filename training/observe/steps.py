@@ -292,8 +292,6 @@ class SlowRank:
         if began < self._due or not self._rows:
             return
         store: Any = _get_default_store()  # the stubs of torch know of texts alone
-        if not store.has_extended_api():
-            return  # a file, which would grow
         self._leave(store)
         looked = self._world.leader and self._look(store)
         # With many ranks it takes longer, and is done less often: what is missed is not counted. One look may have had to wait for a CPU.
