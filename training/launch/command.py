@@ -54,12 +54,11 @@ from .nodes import CannotMeet, Meeting, opened
 from .workers import Interrupted, handle, leave_while_waiting, nothing
 
 
-def main(argv: list[str], env: Mapping[str, str] | None = None) -> int:
+def main(argv: list[str]) -> int:
     """Launches and returns the code for the cluster. Raises `UserError` for wrong arguments."""
     extras.require("torch")  # on the only node it is imported when the ranks have been started
-    env = os.environ if env is None else env
-    args = _parse(argv, env)
-    nodes = _meeting(args, env.get(ENV_SECRET, ""))
+    args = _parse(argv, os.environ)
+    nodes = _meeting(args, os.environ.get(ENV_SECRET, ""))
     # The ranks need no secret; and what a launcher gave this one is not theirs.
     for name in (ENV_SECRET, ENV_LIVE, ENV_REPLACEMENT):
         os.environ.pop(name, None)
