@@ -70,7 +70,7 @@ class World:
     """Whether NCCL runs the collectives over tensors on GPUs; False: gloo runs all collectives."""
     generation: int = 0
     """Number of new process groups so far, after losses and admissions of ranks."""
-    initial_rank: int = -1
+    initial_rank: int = 0
     """The rank with which this process was started, and by which the launcher and the metrics name it."""
     replacement: int = 0
     """Index of a replacement, from 1, until it takes part. 0: this rank takes part."""
@@ -80,10 +80,6 @@ class World:
 
     live: Live | None = None
     """Continues the run after the loss of ranks; None: the loss of one rank ends all."""
-
-    def __post_init__(self) -> None:
-        if self.initial_rank < 0:
-            self.initial_rank = self.rank
 
     @property
     def leader(self) -> bool:

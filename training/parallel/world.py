@@ -164,7 +164,7 @@ def _checked(
         )
     return World(
         rank=rank, size=size, local_rank=local_rank, local_size=local_size, node=rank // local_size, nodes=size // local_size,
-        master=master, launcher=launcher,
+        master=master, launcher=launcher, initial_rank=rank,
     )  # fmt: skip
 
 
@@ -290,9 +290,7 @@ def joined(
         set_threads(world, 0, os.environ)
     if (replacement := os.environ.get(ENV_REPLACEMENT, "")).isdigit() and int(replacement):
         # Alone until the others admit it, and never rank 0: the run directory is theirs.
-        world = dataclasses.replace(
-            world, rank=world.size, size=1, initial_rank=world.rank, replacement=int(replacement)
-        )
+        world = dataclasses.replace(world, rank=world.size, size=1, replacement=int(replacement))
     chosen = choose_device(world, device, shares=backend == "gloo")
     nccl = chosen.type == "cuda" and backend == "auto" and not os.environ.get(ENV_LIVE)
     if chosen.type == "cuda":
