@@ -31,7 +31,6 @@ from . import extras
 from .cli import COMMANDS, PROGRAM, Parser, add_set, run_dir
 from .contract import (
     EXIT_DONE,
-    EXIT_NO_READER,
     UserError,
     answering,
     end_process,
@@ -172,9 +171,6 @@ if __name__ == "__main__":
             output.reconfigure(errors="backslashreplace")  # a locale without a letter of ours ends no training
     # A run whose lines cannot be written continues, and ends with its own code.
     trains = sys.argv[1:2] in (["run"], ["launch"])
-    try:
-        with contextlib.nullcontext() if trains else answering():
-            ended = main()
-        leave(ended)
-    except BrokenPipeError:  # `| head` has seen enough
-        leave(EXIT_NO_READER)
+    with contextlib.nullcontext() if trains else answering():
+        ended = main()
+    leave(ended)

@@ -45,6 +45,22 @@ def test_a_killed_rank_restarts_the_gang_which_does_not_begin_anew(job: Job, und
     assert_same(job.run_dir, undisturbed(2))
 
 
+BROKEN = """
+import runpy, sys
+from lockstep.training import config
+def load(*_):
+    raise BrokenPipeError(32, "Broken pipe")
+config.load, sys.argv[1:] = load, ["run", "smoke"]
+runpy.run_module("lockstep.training", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_a_connection_that_breaks_in_a_training_is_an_error() -> None:
+    """It may be a tracker's or a loader's. The code 141 would say that nobody reads the output, and hide the traceback."""
+    result = run([PYTHON, "-c", BROKEN], clean_env(PYTHONPATH=str(ROOT)))
+    assert result.code == 1 and "BrokenPipeError" in result.output, result.output
+
+
 END = """
 import os, signal, sys, time
 counted, mine, ended_code = sys.argv[1:]
