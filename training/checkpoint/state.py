@@ -358,8 +358,6 @@ def scatter(gathered: dict[str, Any] | None, state: TrainState, source: int = 0)
     state.cursor.epoch, state.cursor.step = shared["cursor"]
     state.clock.trained = float(shared["trained_seconds"])
     state.history.update(shared["history"])
-    if state.ema:
-        _copy(shared["average"], _parameters(state.ema.average), state.sync.copy_into_shard)
     alike = state.of_all
     if same_size or alike:
         state.user_state.restore(rank_state["rng"], state.world.device)
@@ -377,6 +375,7 @@ def scatter(gathered: dict[str, Any] | None, state: TrainState, source: int = 0)
     state.canary = shared["canary"]
     _copy(rank_state["buffers"], _buffers(state.model))
     if state.ema:
+        _copy(shared["average"], _parameters(state.ema.average), state.sync.copy_into_shard)
         _copy(rank_state["average_buffers"], _buffers(state.ema.average))
     extra = _with_extra_state(state.model)
     _check_names(extra, rank_state["extra"], "the extra state of the module ")
