@@ -249,6 +249,8 @@ WRONG = {
     "an extra state that no checkpoint holds": (
         "L = type('L', (torch.nn.Linear,), {'get_extra_state': lambda _: {'at': 1j}, 'set_extra_state': print}); "
         "run.replicate(torch.nn.Sequential(L(1, 1)))", "TypeError", "0.get_extra_state()/at: "),
+    "a model in TorchScript": (
+        "run.replicate(torch.jit.trace(torch.nn.Linear(1, 1), torch.ones(1)))", "TypeError", "make TorchScript of the trained one"),
     "the sum of a tensor": ("make(run); run.sum(torch.ones(2))", "TypeError", "sum(run.gather(tensor))"),
 }  # fmt: skip
 """Lines, the kind of error, and the call, argument or setting that it names."""

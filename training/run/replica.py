@@ -124,7 +124,7 @@ class Replica:
             UserError: the strategy does not support the model, or does not support several.
             ValueError: the name is taken, or two models share a parameter.
             RuntimeError: an optimizer exists already.
-            TypeError: no checkpoint can hold the extra state of a module.
+            TypeError: no checkpoint can hold the extra state of a module, or a module is TorchScript.
         """
         if name in self._parts:
             raise ValueError(
@@ -144,6 +144,11 @@ class Replica:
             raise strategy.refuse(
                 "takes one model: several would lose its state, or a rank's part of it",
                 "use sync.name=flat or ddp for several, or replicate one module that holds them",
+            )
+        if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+            raise TypeError(
+                "replicate() takes modules of Python, and TorchScript has its own: replicate the module as it was before "
+                "torch.jit.script or torch.jit.trace, and make TorchScript of the trained one"
             )
         check_extra_state(model)
         model.to(self._world.device)
