@@ -575,7 +575,7 @@ class Session(Reporting):
 
     def _not_yet(self, what: str) -> None:
         if self._loop is not None:
-            raise RuntimeError(f"{what} comes before the loop, and before keep(), which is called once")
+            raise RuntimeError(f"{what} comes before the loop, keep() (called once), run.print, run.log, run.values, …")
 
     def _started(self) -> Loop:
         return self._loop or self._begin_loop({}, {})

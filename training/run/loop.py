@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NoReturn, TypeVar
 
+from torch.utils.data import DistributedSampler
+
 from .. import contract, files
 from ..config import Config
 from ..contract import EXIT_DONE, EXIT_FAILED, UserError, named
@@ -237,6 +239,13 @@ class Loop:
             self.run.warn(
                 "the loader's worker processes last for all epochs (persistent_workers), and this start has new ones: what they draw at "
                 "random, or count, differs from an undisturbed run. Set persistent_workers=False, unless samples depend on the index alone"
+            )
+        sampler = getattr(loader, "sampler", None)
+        repeated = sampler.total_size - len(sampler.dataset) if isinstance(sampler, DistributedSampler) else 0  # type: ignore[arg-type]
+        if repeated > 0:
+            self.run.warn(
+                f"the loader's DistributedSampler repeats samples, so that each rank has equally many: {repeated} an epoch count twice. "
+                'Give it drop_last=True, or use run.batches(…, uneven="weight"), which takes each once'
             )
         given = unsaved.noting(given)
         length = None if length is None else -(-length // (accumulate or 1))

@@ -229,7 +229,8 @@ class Run:
         """
         if not replica.optimizers:
             raise RuntimeError(
-                "there is no optimizer: call run.optimizer(…) before keep() and before the loop; its state is kept, too"
+                "there is no optimizer: call run.optimizer(…) before keep(), the loop, run.print, run.log, run.values, run.summary and the "
+                "like. The checkpoint has its state, too"
             )
         ours = {*map(id, replica.networks.values()), id(replica.model), *map(id, replica.optimizers.values())}
         world, settings = self.world, self.config
