@@ -6,9 +6,7 @@ import json
 import os
 import shutil
 import subprocess
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -83,15 +81,6 @@ def test_a_run_directory_runs_no_code_unless_it_is_trusted(job: Job, tmp_path: P
 NOBODY = 65534
 
 
-@pytest.fixture
-def team(tmp_path: Path) -> Iterator[Path]:
-    """A folder that everybody can reach."""
-    require(os.geteuid() == 0, "needs root, to act as another user")
-    with tempfile.TemporaryDirectory(prefix="lockstep-team-") as folder:
-        Path(folder).chmod(0o755)
-        yield Path(folder)
-
-
 def _lockstep(home: Path, *words: str) -> tuple[int, str]:
     result = lockstep(home.parent.parent, *words, LOCKSTEP_HOME=str(home))
     return result.returncode, result.stdout + result.stderr
@@ -104,9 +93,10 @@ os.execve("/bin/sh", ["sh", "-c", "echo ready; sleep 120"], dict(word.split("=",
 """
 
 
-def test_another_users_process_with_the_marks_of_a_job_is_none_of_it(team: Path, tmp_path: Path) -> None:
+def test_another_users_process_with_the_marks_of_a_job_is_none_of_it(tmp_path: Path) -> None:
     """A process of another user has the job's variables. `exec` does not take its environment, `cancel` does not wait for it, and the
     job ends."""
+    require(os.geteuid() == 0, "needs root, to act as another user")
     job, went_off = tmp_path / "job.yaml", tmp_path / "went-off"
     program = "import os, time; open('started', 'w').write(str(os.getppid())); time.sleep(300)"
     job.write_text(

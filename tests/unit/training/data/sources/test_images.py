@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import struct
-import subprocess
-import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +15,7 @@ from PIL import Image
 
 from tests import product
 from tests.pictures import CLASSES, in_order, is_held_out, pixels, write_pictures
-from tests.processes import ROOT, clean_env
+from tests.processes import PYTHON, run
 from tests.product import UserError
 
 
@@ -148,10 +146,8 @@ def decoded(path, *size):
 images.decoded = decoded
 product.prepared(product.data(source="images", root={str(tmp_path)!r}, workers=1))
 """
-    result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, env=clean_env(), timeout=120
-    )
-    assert "UserError: decoding ended (DataLoader" in result.stderr and message in result.stderr, result.stderr
+    output = run([PYTHON, "-c", program]).output
+    assert "UserError: decoding ended (DataLoader" in output and message in output, output
     assert not list((tmp_path / "shards").glob("images-*/"))
 
 
@@ -219,8 +215,7 @@ def test_memory_does_not_grow_with_the_number_of_images(tmp_path: Path) -> None:
         for number in range(3, count):
             folder = tmp_path / str(count) / "train" / CLASSES[number % 3]
             os.link(folder / f"{number % 3:05d}.png", folder / f"{number:05d}.png")
-    words = [sys.executable, "-c", PEAK, str(tmp_path), "50", "300", "1000"]
-    result = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=clean_env(), timeout=240)
-    peaks = [int(line.split()[1]) << 10 for line in result.stdout.splitlines() if line.startswith("peak")]
-    assert result.returncode == 0 and len(peaks) == 3, result.stdout + result.stderr
+    result = run([PYTHON, "-c", PEAK, str(tmp_path), "50", "300", "1000"])
+    peaks = [int(line.split()[1]) << 10 for line in result.output.splitlines() if line.startswith("peak")]
+    assert result.code == 0 and len(peaks) == 3, result.output
     assert peaks[2] - peaks[1] < 12 << 20, [peak >> 20 for peak in peaks]
