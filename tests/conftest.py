@@ -70,10 +70,7 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def tiny(data_root: Path) -> list[str]:
-    """Settings of a run of 3 epochs × 8 steps that takes about a second: synthetic 8×8 images, a small network."""
-    return [
-        f"data.root={data_root}", "data.source=synthetic", "data.options={n: 192, n_test: 50, size: 8, noise: 1.5}",
-        "augment.crop=1", "model=tests.nets:SmallConv", "model_options={}",
-        "global_batch_size=24", "uneven=drop", "epochs=3", "precision=float64", "evaluate.every=1",
-        "loss.reduction=mean", "optim.name=sgd", "lr=0.05", "bias_lr_factor=1", "weight_decay=0", "schedule=[]",
-    ]  # fmt: skip
+    """Settings of a run of 3 epochs × 8 steps that takes about a second."""
+    from tests.runs import small
+
+    return small(data_root)

@@ -48,7 +48,7 @@ def machine(request: pytest.FixtureRequest, tmp_path: Path, data_root: Path) -> 
 
 def _weights(job: Job) -> torch.Tensor:
     state = tensors(job.run_dir, FINAL)
-    parts = [tensor.double().reshape(-1) for name, tensor in state.items() if name.startswith(".shared.model.")]
+    parts = [tensor.double().reshape(-1) for name, tensor in state.items() if name.startswith("/shared/model/")]
     return torch.cat(parts)
 
 

@@ -180,7 +180,7 @@ def trained(
 
 
 def saved(run_dir: Path, step: int = STEPS) -> dict[str, torch.Tensor]:
-    state = {name: tensor for name, tensor in runs.tensors(run_dir, step).items() if ".rng" not in name}
+    state = {name: tensor for name, tensor in runs.tensors(run_dir, step).items() if "/rng" not in name}
     assert state
     return state
 

@@ -11,6 +11,7 @@ import torch
 from lockstep.training.parallel.world import World
 from tests.product import RunBegun
 from tests.ranks import on_ranks
+from tests.runs import small
 
 pytestmark = pytest.mark.promise("same-weights")
 
@@ -26,23 +27,13 @@ VARIANTS: dict[str, list[str]] = {
 }
 
 
-def settings(data_root: str, *changes: str) -> list[str]:
-    values = {
-        "data.root": data_root, "data.source": "synthetic", "data.options": "{n: 192, n_test: 50, size: 8, noise: 1.5}",
-        "augment.crop": 1, "augment.flip": "random", "model": "tests.nets:SmallConv",
-        "model_options": "{}", "global_batch_size": 24, "uneven": "drop", "precision": "float64", "ema.decay": 0,
-        "loss.reduction": "mean", "optim.name": "sgd", "lr": 0.05, "bias_lr_factor": 1, "weight_decay": 0, "schedule": "[]",
-        **dict(change.split("=", 1) for change in changes),
-    }  # fmt: skip
-    return [f"{name}={value}" for name, value in values.items()]
-
-
 def _twenty_steps(world: World, data_root: str, folder: str) -> dict[str, Any]:
     """The parameters after 20 steps of every strategy and variant, and the ids of every global batch."""
     results: dict[str, Any] = {}
     for strategy in STRATEGIES:
         for name, changes in VARIANTS.items():
-            words = settings(data_root, f"sync.name={strategy}", *changes)
+            values = dict(change.split("=", 1) for change in (f"sync.name={strategy}", "ema.decay=0", *changes))
+            words = small(data_root, **values)
             with RunBegun(world, Path(folder) / f"{world.size}-{strategy}-{name.replace(' ', '-')}", *words) as run:
                 ids = [run.step(number) for number in range(20)]
                 results[f"{strategy}, {name}"] = (run.weights(), ids)

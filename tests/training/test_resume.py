@@ -43,7 +43,7 @@ def test_killed_and_run_again(
     assert [event["attempt"] for event in events(job.run_dir, "start")] == [1, 2, 3]
     assert resumed[0] in (2, 4, 6) and resumed == sorted(resumed) and resumed[-1] >= 10
     if strategy == product.POWERSGD:
-        errors = [tensor for place, tensor in tensors(job.run_dir).items() if ".sync.errors." in place]
+        errors = [tensor for place, tensor in tensors(job.run_dir).items() if "/sync/errors/" in place]
         assert len(errors) == ranks and not torch.equal(errors[0], errors[1])
 
 
