@@ -1,7 +1,8 @@
 """python tests/own/loop.py RUN_DIR KIND [NAME=VALUE …]: three epochs over 190 noisy images, with a scheduler and an average.
 
 KIND is `batches` (Lockstep's order; LOOP_WORKERS processes load) or `loader` (torch's DataLoader over a shuffled dataset).
-Or it is `part` (a permutation that the script draws itself) or `cursor` (a loader that saves its position).
+Or it is `part` (a permutation that the script draws itself), `unequal` (the same, of which rank 0 of two takes 30 of each 41 samples) or
+`cursor` (a loader that saves its position).
 LOOP_EXACT=1: float64, no noise, dropout or batch statistics. LOOP_BATCH: samples of all ranks together a step.
 LOOP_HARD=1: micro-batches, clipping and a second optimizer, too.
 """
@@ -120,13 +121,17 @@ def main(run: Session, kind: str) -> None:
         for batch in batches:
             if kind == "loader":
                 batch = batch[0] + 0.01 * torch.randn(batch[0].shape, generator=noise), batch[1]
-            images, labels = batch if kind != "part" else (data.images[mine := run.part(batch)], data.labels[mine])
+            if kind in ("part", "unequal"):
+                cut = 30 * len(batch) // 41
+                mine = run.part(batch) if kind == "part" else batch[:cut] if run.leader else batch[cut:]
+                batch = data.images[mine], data.labels[mine]
+            images, labels = batch
             if HARD:
                 for x, y in run.accumulate(zip(images.chunk(2), labels.chunk(2), strict=True)):
                     run.backward(F.cross_entropy(model(x), y), samples=len(y))
                 run.update(clip=1.0)
             else:
-                samples = len(labels) if kind in ("loader", "cursor") else None
+                samples = len(labels) if kind in ("loader", "cursor", "unequal") else None
                 run.step(F.cross_entropy(model(images), labels), samples=samples)
             schedule.step()
             run.values["seen"][int(labels[0])] += run.leader

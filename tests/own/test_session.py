@@ -61,48 +61,26 @@ def plain(hard: bool = False) -> tuple[dict[str, torch.Tensor], dict[str, torch.
         torch.set_rng_state(state)
 
 
-SAME = [("flat", 1, True), ("flat", 3, True), ("ddp", 2, True), ("zero1", 3, False), (product.FSDP, 2, False)]
-"""Strategy, ranks, and whether with micro-batches, clipping, two optimizers."""
+SAME = [
+    ("flat", 1, "part", True), ("flat", 3, "part", True), ("ddp", 2, "part", True), ("zero1", 3, "part", False),
+    (product.FSDP, 2, "part", False), ("flat", 2, "unequal", False),
+]  # fmt: skip
+"""Strategy, ranks, kind of `loop.py`, and whether with micro-batches, clipping, two optimizers."""
 
 
 @pytest.mark.promise("session-same")
-@pytest.mark.parametrize(("sync", "ranks", "hard"), SAME)
-def test_weights_and_average_are_those_of_the_plain_loop(tmp_path: Path, sync: str, ranks: int, hard: bool) -> None:
+@pytest.mark.parametrize(("sync", "ranks", "kind", "hard"), SAME)
+def test_weights_and_average_are_those_of_the_plain_loop(
+    tmp_path: Path, sync: str, ranks: int, kind: str, hard: bool
+) -> None:
+    """A rank's part may be longer than another's: it counts by its samples, and only `samples` of the step states their number."""
     variables = {"LOOP_EXACT": "1", "LOOP_BATCH": str(BATCH), "LOOP_HARD": str(int(hard))}
-    job = OwnJob(tmp_path / "run", ranks, "part", f"sync.name={sync}", **variables)
+    job = OwnJob(tmp_path / "run", ranks, kind, f"sync.name={sync}", **variables)
     done = job.go()
     assert done.code == 0, done.output
     model, average = plain(hard)
     assert_weights(job.run_dir, model)
     assert_weights(job.run_dir, average, "average")
-
-
-@pytest.mark.promise("session-same")
-def test_unequal_parts_of_a_users_loader_count_by_their_samples(tmp_path: Path) -> None:
-    """Rank 0 takes 30 of each 41 samples, rank 1 the rest. Only `samples` states the sizes."""
-    code = """
-import sys, torch, torch.nn.functional as F
-from lockstep import Session
-from tests.nets import DyingPlain
-from tests.own import loop
-torch.set_default_dtype(torch.float64)
-with Session(sys.argv[1], sync="flat") as run:
-    torch.manual_seed(3)
-    data = loop.Noisy()
-    model = run.replicate(DyingPlain())
-    optimizer = run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9))
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=1000)
-    run.keep(schedule=schedule)
-    for epoch in run.epochs(3):
-        for batch in run.iterate(torch.randperm(190).split(41)):
-            cut = 30 * len(batch) // 41
-            own = batch[:cut] if run.leader else batch[cut:]
-            run.step(F.cross_entropy(model(data.images[own]), data.labels[own]), samples=len(own))
-            schedule.step()
-"""
-    done = script(2, code, tmp_path / "run")
-    assert done.code == 0, done.output
-    assert_weights(tmp_path / "run", plain()[0])
 
 
 PAUSES = """
