@@ -26,15 +26,10 @@ from torch.utils.data import Dataset, TensorDataset
 
 from lockstep import Session
 from tests.processes import poll
+from tests.sync.exact_job import SETTINGS as EXACT
 from tests.sync.exact_job import float16, gan
 
-SETTINGS = [
-    "sync.name=exact",
-    "sync.options.parts=8",
-    "log.weights_every=1",
-    "checkpoint.every_steps=4",
-    "checkpoint.keep_best=true",
-]
+SETTINGS = [*EXACT, "checkpoint.every_steps=4", "checkpoint.keep_best=true"]
 
 
 class Noisy(Dataset[Any]):

@@ -21,12 +21,7 @@ from torch.utils.data import TensorDataset
 
 from lockstep import Session
 
-SETTINGS = [
-    "sync.name=exact",
-    "sync.options.parts=8",
-    "log.weights_every=1",
-    "checkpoint.every_steps=2",
-]
+SETTINGS = ["sync.name=exact", "sync.options.parts=8", "log.weights_every=1"]
 
 
 class Transformer(nn.Module):
@@ -101,5 +96,5 @@ def float16(run: Session, epochs: int = 2) -> None:
 
 if __name__ == "__main__":
     run_dir, kind, *words = sys.argv[1:]
-    with Session(run_dir, *SETTINGS, *words, config={"kind": kind}) as run:
+    with Session(run_dir, *SETTINGS, "checkpoint.every_steps=2", *words, config={"kind": kind}) as run:
         {"transformer": transformer, "gan": gan, "float16": float16}[kind](run)
