@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import product
 from tests.events import status_of, weights_digest
-from tests.own.job import leaves, newest
 from tests.processes import PYTHON, ROOT, Result, clean_env
 from tests.ranks import live
+from tests.runs import tensors
 from tests.warm.gang import running
 
 EXAMPLES = ROOT / "examples"
@@ -81,7 +82,7 @@ def test_killed_in_the_middle_and_started_again_it_ends_in_the_same_bits(
             assert killed.code not in (0, 2), killed.output
         done = start(name, folder, 2, f"sync.name={sync}")
         assert done.code == 0 and ("Resuming at step" in done.output) == (folder.name == "killed"), done.output
-        ends.append(leaves(newest(folder / "run")))
+        ends.append(tensors(folder / "run", product.checkpoint_steps(folder / "run")[0]))
     expected, actual = ends
     assert expected.keys() == actual.keys() and len(expected["/ranks/0/rng/python/1"]) == 625
     assert [place for place, leaf in expected.items() if not torch.equal(leaf, actual[place])] == []

@@ -7,28 +7,26 @@ from pathlib import Path
 import pytest
 
 from tests.events import status_of
-from tests.own.job import OwnJob, assert_same
+from tests.own.job import OwnJob
 from tests.processes import LOCKSTEP, PYTHON, clean_env, free_port, run
+from tests.runs import assert_same, tensors
 from tests.warm.gang import running
 
 COMMAND = [LOCKSTEP, "run", "--ranks", "2", "--", PYTHON]
 pytestmark = pytest.mark.promise("session-resume")
 
 
-def job(folder: Path, ranks: int = 2, **variables: str) -> OwnJob:
-    return OwnJob(folder, ranks, "batches", "sync.name=flat", **variables)
-
-
 @pytest.mark.promise("launchers", "kill-resume")
 def test_torchrun_starts_a_killed_rank_again_and_the_bits_are_the_same(tmp_path: Path) -> None:
-    calm, disturbed = job(tmp_path / "calm"), job(tmp_path / "run", LOCKSTEP_TEST_ONCE=str(tmp_path / "once"))
+    calm = OwnJob(tmp_path / "calm", 2)
+    disturbed = OwnJob(tmp_path / "run", 2, LOCKSTEP_TEST_ONCE=str(tmp_path / "once"))
     assert calm.go().code == 0
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "3", "--master-port"]
-    env = clean_env(**disturbed.variables, LOCKSTEP_TEST_FATE="1:13:KILL")
-    done = run([PYTHON, *torchrun, str(free_port()), *disturbed.words], env, 240)
+    words = [PYTHON, *torchrun, str(free_port()), *disturbed.program, *disturbed.words]
+    done = run(words, disturbed.env(LOCKSTEP_TEST_FATE="1:13:KILL"), 240)
     assert done.code == 0 and "Resuming at step" in done.output, done.output
     assert "the script goes on after the run" in done.output, done.output
-    assert_same(disturbed, calm)
+    assert_same(disturbed.run_dir, tensors(calm.run_dir))
 
 
 @pytest.mark.promise("full-disk")
@@ -36,15 +34,15 @@ def test_a_disk_that_hangs_does_not_outlive_the_grace(tmp_path: Path) -> None:
     """No launcher is there to end the process. Its interpreter must not wait for the thread that writes."""
     alone = OwnJob(tmp_path / "run", 1, "batches", "preempt.grace_seconds=2", "checkpoint.every_steps=100")
     fate = {"LOCKSTEP_TEST_WRITE": "7:HANGALL", "LOCKSTEP_TEST_FATE": "0:9:TERM"}
-    done = run([PYTHON, *alone.words], clean_env(**alone.variables, **fate), 240)
+    done = run([PYTHON, *alone.program, *alone.words], alone.env(**fate), 240)
     assert done.code == 1 and "the grace period of 2 s" in done.output, done.output
 
 
 @pytest.mark.promise("signals")
 def test_a_second_signal_in_the_last_moments_changes_no_code(tmp_path: Path) -> None:
     """One of two ranks gets both, from a shell. Python must not abort (134) once the run is saved."""
-    disturbed = job(tmp_path / "run", LOCKSTEP_TEST_FATE="1:13:TWICE")
-    done = run([*COMMAND, *disturbed.words], clean_env(**disturbed.variables), 240)
+    disturbed = OwnJob(tmp_path / "run", 2, LOCKSTEP_TEST_FATE="1:13:TWICE")
+    done = run([*COMMAND, *disturbed.program, *disturbed.words], disturbed.env(), 240)
     assert done.code == 75, done.output
     assert status_of(tmp_path / "run")["code"] == 75
 

@@ -10,31 +10,29 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from tests import product
 from tests.events import events, status_of, summary_of
-from tests.own.job import OwnJob, assert_same, script
+from tests.own.job import OwnJob, script
 from tests.processes import poll
+from tests.runs import assert_same, tensors
 from tests.warm.gang import python
 
 pytestmark = pytest.mark.promise("session-resume")
 
-Calm = Callable[..., OwnJob]
-
-
-def job(folder: Path, sync: str, ranks: int, kind: str, **variables: str) -> OwnJob:
-    return OwnJob(folder, ranks, kind, f"sync.name={sync}", **variables)
+Calm = Callable[..., dict[str, torch.Tensor]]
 
 
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> Calm:
     @functools.cache
-    def undisturbed(sync: str, ranks: int, kind: str, **variables: str) -> OwnJob:
-        calm_job = job(tmp_path_factory.mktemp("calm"), sync, ranks, kind, **variables)
-        done = calm_job.go()
+    def undisturbed(kind: str, **variables: str) -> dict[str, torch.Tensor]:
+        job = OwnJob(tmp_path_factory.mktemp("calm"), 2, kind, **variables)
+        done = job.go()
         assert done.code == 0 and "the script goes on after the run" in done.output, done.output
-        return calm_job
+        return tensors(job.run_dir)
 
     return undisturbed
 
@@ -53,7 +51,7 @@ FATES: dict[str, tuple[str, dict[str, str], str, int]] = {
 @pytest.mark.parametrize("what", FATES)
 def test_a_run_that_is_disturbed_once_resumes_to_the_same_bits(calm: Calm, tmp_path: Path, what: str) -> None:
     kind, variables, fate, code = FATES[what]
-    disturbed = job(tmp_path / "run", "flat", 2, kind, **variables)
+    disturbed = OwnJob(tmp_path / "run", 2, kind, **variables)
     left = disturbed.go(LOCKSTEP_TEST_FATE=fate)
     assert left.code == code and "the script goes on" not in left.output, left.output
     step = product.checkpoint_steps(disturbed.run_dir)[0]
@@ -62,14 +60,14 @@ def test_a_run_that_is_disturbed_once_resumes_to_the_same_bits(calm: Calm, tmp_p
         assert status["code"] == 75 and status["step"] == step >= (13 if ":13:" in fate else 1)
     done = disturbed.go()
     assert done.code == 0 and f"Resuming at step {step}" in done.output, done.output
-    assert_same(disturbed, calm("flat", 2, kind, **variables))
+    assert_same(disturbed.run_dir, calm(kind, **variables))
 
 
 def test_a_signal_to_every_process_of_the_job(calm: Calm, tmp_path: Path) -> None:
     """A cluster signals the processes of a loader too. They must not end their rank."""
-    disturbed = job(tmp_path / "run", "flat", 2, "loader", LOOP_WORKERS="2")
-    disturbed.words.append("checkpoint.every_steps=2")  # step 10 is within an epoch: the loader's processes live
+    disturbed = OwnJob(tmp_path / "run", 2, "loader", "checkpoint.every_steps=2", LOOP_WORKERS="2")
     with disturbed.started(LOCKSTEP_TEST_FATE="1:11:DELAY") as gang:
+        # Step 10 is within an epoch: the loader's processes live.
         poll((tmp_path / "run/checkpoints/step-00000010/manifest.json").exists, 240, "a checkpoint")
         pids = gang.pids()
         assert len(pids) >= 6
@@ -78,7 +76,7 @@ def test_a_signal_to_every_process_of_the_job(calm: Calm, tmp_path: Path) -> Non
         left = gang.wait(240)
     assert left.code == 75, left.output
     assert disturbed.go().code == 0
-    assert_same(disturbed, calm("flat", 2, "loader", LOOP_WORKERS="2"))
+    assert_same(disturbed.run_dir, calm("loader", LOOP_WORKERS="2"))
 
 
 def test_a_learning_rate_that_the_checkpoint_overrules_is_reported_once(tmp_path: Path) -> None:
