@@ -1,4 +1,4 @@
-"""Starts a job of `loop.py`, and reads checkpoints."""
+"""Starts a job of `loop.py`, or a script that a test has as text, and reads checkpoints."""
 
 from __future__ import annotations
 
@@ -30,9 +30,28 @@ class OwnJob(Job):
         return super().env(**{**self.variables, **extra})
 
 
+HEAD = """
+import functools, json, os, pathlib, random, signal, sys, time, types, numpy as np, torch, torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+from lockstep import Session
+def replicated(run, net=None):
+    model = run.replicate(nn.Linear(4, 2) if net is None else net)
+    run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    return model
+DATA = TensorDataset(torch.randn(32, 4, generator=torch.Generator().manual_seed(1)), torch.arange(32) % 3)
+def make(run):
+    model = run.replicate(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)))
+    return model, run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+def step(run, model, batch, **more):
+    run.step(F.cross_entropy(model(batch[0]), batch[1]), **more)
+"""
+"""What every script begins with: `script` and `scripts` put it before the text."""
+
+
 def script(ranks: int, code: str, run_dir: Path, *words: str, **variables: str) -> Result:
     """Runs a script, given as text, on forked ranks."""
-    program = ["-c", code, str(run_dir), *words]
+    program = ["-c", HEAD + code, str(run_dir), *words]
     with running([program] * ranks, {"LOCKSTEP_THREADS": "1", **variables}) as started:
         return started.wait(240)
 
@@ -41,7 +60,7 @@ def scripts(ranks: int, code: str, *cases: tuple[object, ...]) -> list[Result]:
     """Runs a script on forked ranks once for each list of words, one after the other in the same processes."""
     with tempfile.TemporaryDirectory() as folder:
         texts = json.dumps([[str(word) for word in words] for words in cases])
-        program = ["-m", "tests.own.several", folder, code, texts]
+        program = ["-m", "tests.own.several", folder, HEAD + code, texts]
         with running([program] * ranks, clean_env(LOCKSTEP_THREADS="1")) as started:
             done = started.wait(240)
         assert done.code == 0, done.output

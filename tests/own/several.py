@@ -11,6 +11,8 @@ import sys
 import traceback
 from pathlib import Path
 
+import torch.distributed as dist
+
 
 def main(folder: Path, code: str, cases: list[list[str]]) -> None:
     for number, words in enumerate(cases):
@@ -28,6 +30,8 @@ def main(folder: Path, code: str, cases: list[list[str]]) -> None:
             traceback.print_exc()
             ended = "1"
         (folder / f"{number}-{os.environ['RANK']}").write_text(ended)
+        if dist.is_initialized():  # an error at the end of a Session leaves its group
+            dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,8 @@ import pytest
 
 from tests import product
 from tests.events import events, summary_of
-from tests.own.job import script
-from tests.processes import PYTHON, require
+from tests.own.job import HEAD, script
+from tests.processes import PYTHON
 from tests.ranks import live
 from tests.runs import Job
 from tests.warm.gang import python
@@ -20,10 +19,6 @@ from tests.warm.gang import python
 pytestmark = pytest.mark.promise("evaluation")
 
 CODE = """
-import json, os, random, signal, sys, numpy, torch, torch.nn.functional as F
-from torch.utils.data import Dataset, TensorDataset
-from lockstep import Session
-
 COUNT, SIZE = 101, 8  # 13 batches: neither 2 nor 3 ranks have the same number, and the last one is short
 draws = torch.Generator().manual_seed(1)
 X, Y = torch.randn(COUNT, 40, generator=draws), torch.randint(0, 5, (COUNT,), generator=draws)
@@ -31,8 +26,7 @@ DATA = TensorDataset(X, Y, torch.arange(COUNT))
 
 def begin(run):
     torch.manual_seed(0)
-    net = run.replicate(torch.nn.Sequential(torch.nn.Linear(40, 64), torch.nn.Tanh(), torch.nn.Linear(64, 5)))
-    run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    net = replicated(run, torch.nn.Sequential(torch.nn.Linear(40, 64), torch.nn.Tanh(), torch.nn.Linear(64, 5)))
     return net
 
 def train(run, net):
@@ -59,7 +53,7 @@ class Noisy(Dataset):  # from all generators
     def __len__(self):
         return COUNT
     def __getitem__(self, index):
-        x = X[index] + torch.randn(40) + random.random() + numpy.random.rand()
+        x = X[index] + torch.randn(40) + random.random() + np.random.rand()
         return {"x": x, "y": Y[index], "draw": index + torch.rand((), dtype=torch.float64)}
 
 def plain(scores, network):  # without Lockstep
@@ -88,13 +82,13 @@ with Session(sys.argv[1], sync=sys.argv[2]) as run:
         assert bits(result) == bits(run.evaluate(scores, DATA, SIZE, workers=1))
         torch.testing.assert_close(result["seen"] * COUNT, torch.ones(COUNT, dtype=torch.float64))
         assert result["count"] == 1.0 and type(result["loss"]) is float and result["by_class"].dtype == torch.float64
-        torch.manual_seed(5); random.seed(5); numpy.random.seed(5)
+        torch.manual_seed(5); random.seed(5); np.random.seed(5)
         def draws(batch):
-            return F.dropout(network(batch["x"])).sum() + random.random() + numpy.random.rand()
+            return F.dropout(network(batch["x"])).sum() + random.random() + np.random.rand()
         noisy = run.evaluate(draws, Noisy(), SIZE)
-        drawn = torch.rand(()).item(), random.random(), numpy.random.rand()
-        torch.manual_seed(5); random.seed(5); numpy.random.seed(5)
-        assert drawn == (torch.rand(()).item(), random.random(), numpy.random.rand()), "the script's own generators stay"
+        drawn = torch.rand(()).item(), random.random(), np.random.rand()
+        torch.manual_seed(5); random.seed(5); np.random.seed(5)
+        assert drawn == (torch.rand(()).item(), random.random(), np.random.rand()), "the script's own generators stay"
         assert run.evaluate(draws, Noisy(), SIZE, workers=2) == noisy, "by the seed, the sample and the batch alone"
         collated = run.evaluate(lambda x, count: count[0], DATA, 10, collate=pair)
         assert collated == 1.0 and run.evaluate(lambda x: len(x), X, 1000) == 1.0
@@ -244,8 +238,7 @@ with Session(sys.argv[1], sync="exact", threads=1) as run:
 @pytest.mark.promise("survivors")
 def test_the_others_take_the_batches_of_a_rank_that_is_lost(tmp_path: Path) -> None:
     """Rank 0 is killed in its second batch, and its first is lost too. Rank 2 loses only its last batch."""
-    require(hasattr(os, "pidfd_open"), "needs Linux")
-    (tmp_path / "job.py").write_text(CODE + LOST)
+    (tmp_path / "job.py").write_text(HEAD + CODE + LOST)
     job = str(tmp_path / "job.py")
     alone = python(job, str(tmp_path / "alone"), "0", "0")
     assert alone.code == 0, alone.output
@@ -264,7 +257,6 @@ def test_the_others_take_the_batches_of_a_rank_that_is_lost(tmp_path: Path) -> N
 @pytest.mark.promise("survivors")
 def test_a_rank_is_lost_while_a_recipe_is_scored(data_root: Path, tmp_path: Path) -> None:
     """A rank is killed in an evaluation. The others read its share of the test split, and the scores are those of one rank."""
-    require(hasattr(os, "pidfd_open"), "needs Linux")
     changes = {"sync.name": "exact", "evaluate.batch_size": 4}
     alone, disturbed = (
         Job(tmp_path / name, data_root, ranks, **changes) for name, ranks in (("alone", 1), ("live", 3))

@@ -17,14 +17,9 @@ from tests.processes import PYTHON, run
 pytestmark = pytest.mark.promise("goodput")
 STEP, STEPS, EVERY = 0.05, 40, 10
 JOB = """
-import os, signal, sys, time
-import torch
-from lockstep import Session
-
 run_dir, sync, *fate = sys.argv[1:]
 with Session(run_dir, "checkpoint.every_steps=10", sync=sync) as run:
-    model = run.replicate(torch.nn.Linear(4, 1))
-    run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    model = replicated(run)
     for _ in run.epochs(2):
         for x in run.batches(torch.ones(20 * run.size, 4), run.size):
             time.sleep(0.05)

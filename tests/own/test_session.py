@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import re
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from tests import product
 from tests.events import events, status_of, summary_of
 from tests.nets import DyingPlain
 from tests.own.job import OwnJob, assert_weights, script, scripts
-from tests.processes import Result, clean_env
+from tests.processes import Result
 from tests.ranks import gang
 from tests.warm.gang import python
 
@@ -84,8 +83,6 @@ def test_weights_and_average_are_those_of_the_plain_loop(
 
 
 PAUSES = """
-import sys, time, torch
-from lockstep import Session
 with Session(sys.argv[1], "sync.bucket_mb=1", sync=sys.argv[2]) as run:
     net = torch.nn.Sequential(torch.nn.Linear(4, 500), torch.nn.Linear(500, 500), torch.nn.Linear(500, 500), torch.nn.Linear(500, 2))
     model = run.replicate(net, example=torch.ones(2, 4))
@@ -118,18 +115,6 @@ def test_what_the_script_does_after_a_step_is_time_of_its_training(tmp_path: Pat
         fast, slow = shares
         assert slow["grad_ready"] > sum(slept), (sync, shares, slept)
         assert slow["grad_ready"] > fast["grad_ready"] and fast["sync_wait"] > slow["sync_wait"], (sync, shares, slept)
-
-
-SCRIPT = """
-import sys, torch, torch.nn.functional as F
-from lockstep import Session
-DATA = torch.utils.data.TensorDataset(torch.randn(32, 4, generator=torch.Generator().manual_seed(1)), torch.arange(32) % 3)
-def make(run):
-    model = run.replicate(torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 3)))
-    return model, run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
-def step(run, model, batch, **more):
-    run.step(F.cross_entropy(model(batch[0]), batch[1]), **more)
-"""
 
 
 LOOP = "m, o = make(run)\n    for _ in run.epochs(1):\n        "
@@ -232,33 +217,15 @@ WRONG = {
     "the sum of a tensor": ("make(run); run.sum(torch.ones(2))", "TypeError", "sum(run.gather(tensor))"),
 }  # fmt: skip
 """Lines, the kind of error, and the call, argument or setting that it names."""
-EACH = """
-import contextlib, io, json, os
-for name, lines in json.loads(sys.argv[2]).items():
-    if os.fork():
-        os.wait()
-        continue
-    output = io.StringIO()
-    with contextlib.redirect_stderr(output):
-        try:
-            exec(f"with Session(sys.argv[1] + '/' + name) as run:\\n    {lines}")
-        except BaseException as error:
-            print(f"error: {output.getvalue()}" if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}", file=output)
-    print("SAID", json.dumps([name, output.getvalue()]), flush=True)
-    os._exit(0)
-"""
 
 
 @pytest.mark.promise("session-refuses")
 def test_arguments_that_cannot_be_meant_are_refused(tmp_path: Path) -> None:
-    """Runs each case in a fork, with a separate run directory."""
-    cases = json.dumps({name: lines for name, (lines, *_) in WRONG.items()})
-    done = python("-c", SCRIPT + EACH, str(tmp_path), cases, env=clean_env(LOCKSTEP_THREADS="1"))
-    assert done.code == 0, done.output
-    text = dict(json.loads(line.removeprefix("SAID ")) for line in done.output.splitlines() if line.startswith("SAID "))
-    for name, (_, kind, named) in WRONG.items():
-        errors = [line for line in text[name].splitlines() if line.startswith(f"{kind}: ")]
-        assert errors and named in errors[-1], (name, text[name])
+    code = 'exec(f"with Session(sys.argv[1]) as run:\\n    {sys.argv[2]}")'
+    outputs = scripts(1, code, *((tmp_path / name, lines) for name, (lines, *_) in WRONG.items()))
+    for (name, (_, kind, named)), done in zip(WRONG.items(), outputs, strict=True):
+        errors = [line for line in done.output.splitlines() if line.startswith(f"{kind}: ")]
+        assert errors and named in errors[-1], (name, done.output)
         assert status_of(tmp_path / name)["code"] == (2 if kind == "error" else 1), name
 
 
@@ -282,45 +249,38 @@ def test_status_json_has_the_exit_code_of_an_error(tmp_path: Path, code: int) ->
 
 
 LOADERS = """
-from torch.utils.data import DataLoader, DistributedSampler
-for name, loader, own in (
-    ("sampler", lambda: DataLoader(DATA, 8, sampler=DistributedSampler(DATA)), lambda run, b: b),
-    ("part", lambda: torch.arange(32).split(8), lambda run, b: DATA[run.part(b)]),
-    ("shuffled", lambda: DataLoader(DATA, 8, shuffle=True), lambda run, b: b),  # all ranks begin with the same generators
-):
-    with Session(f"{sys.argv[1]}-{name}") as run:
-        if run.leader:
-            print("LOADER", name, flush=True)
-        m, o = make(run)
-        batches = loader()
-        for _ in run.epochs(2):
-            for b in run.iterate(batches):
-                mine = own(run, b)
-                step(run, m, mine, samples=len(mine[1]))
-with Session(f"{sys.argv[1]}-lengths") as run:
+run_dir, kind = sys.argv[1:]
+with Session(run_dir) as run:
     m, o = make(run)
-    for _ in run.epochs(1):
-        for b in run.iterate([DATA[:8]] * (3 + run.rank)): step(run, m, b, samples=8)
+    batches = {
+        "sampler": lambda: DataLoader(DATA, 8, sampler=DistributedSampler(DATA)),
+        "part": lambda: torch.arange(32).split(8),
+        "shuffled": lambda: DataLoader(DATA, 8, shuffle=True),  # all ranks begin with the same generators
+        "lengths": lambda: [DATA[:8]] * (3 + run.rank),
+    }[kind]()
+    for _ in run.epochs(2):
+        for b in run.iterate(batches):
+            mine = DATA[run.part(b)] if kind == "part" else b
+            step(run, m, mine, samples=len(mine[1]))
 """
 
 
 def test_ranks_that_are_given_the_same_batches_are_warned(tmp_path: Path) -> None:
     """The third loader visibly gives all ranks the same batches. The fourth has another length on each rank: the ranks would wait for
     one another until collective_timeout."""
-    done = script(2, SCRIPT + LOADERS, tmp_path / "run")
-    assert done.code == 1 and "3 on rank 0, 4 on rank 1" in done.output, done.output
-    before, shuffled = done.output.split("LOADER shuffled")
-    assert [piece.count("all ranks were given the same batch") for piece in (before, shuffled)] == [0, 1], done.output
+    cases = ((tmp_path / kind, kind) for kind in ("sampler", "part", "shuffled", "lengths"))
+    *trained, lengths = scripts(2, LOADERS, *cases)
+    assert lengths.code == 1 and "3 on rank 0, 4 on rank 1" in lengths.output, lengths.output
+    assert [done.output.count("all ranks were given the same batch") for done in trained] == [0, 0, 1], trained
 
 
 def test_another_order_of_the_samples_on_a_rank_is_refused(tmp_path: Path) -> None:
     """The ranks' datasets have another order, or other samples. Random transforms and paths of a rank's disk may differ. Images that two
     machines decode in different ways are a warning."""
     lines = """
-import numpy
-class Files(torch.utils.data.Dataset):
+class Files(Dataset):
     def __init__(self, names):
-        self.names, self.draws = names, numpy.random.default_rng()
+        self.names, self.draws = names, np.random.default_rng()
     def __len__(self):
         return len(self.names)
     def __getitem__(self, index):
@@ -344,11 +304,10 @@ with Session(sys.argv[1]) as run:
         except Exception as error:
             print(f"error: {error}\\n", end="")  # one write: two ranks print at once
         files = Files(names)
-        sampler = torch.utils.data.DistributedSampler(files, run.size, run.rank)
-        loader = torch.utils.data.DataLoader(files, 8, sampler=sampler, collate_fn=list)
+        loader = DataLoader(files, 8, sampler=DistributedSampler(files, run.size, run.rank), collate_fn=list)
         for b in run.iterate(loader): step(run, m, b)
 """
-    done = script(2, SCRIPT + lines, tmp_path / "run")
+    done = script(2, lines, tmp_path / "run")
     refused = "() needs the same dataset on every rank, in the same order, and rank 1 has other samples than rank 0"
     counts = [done.output.count(f"error: run.{call}{refused}") for call in ("batches", "iterate")]
     assert done.code == 2 and counts == [2, 1], done.output
@@ -356,10 +315,10 @@ with Session(sys.argv[1]) as run:
 
 
 CHANGING = """
-import os, numpy
-class Kept(torch.utils.data.Dataset):
+run_dir, kind = sys.argv[1:]
+class Kept(Dataset):
     def __init__(self):
-        self.kept, self.targets, self.draws = {}, [0.0] * 64, numpy.random.default_rng(run.rank)
+        self.kept, self.targets, self.draws = {}, [0.0] * 64, np.random.default_rng(run.rank)
     def __len__(self):
         return len(self.targets)
     def __getitem__(self, index):
@@ -369,20 +328,18 @@ class Kept(torch.utils.data.Dataset):
             image = self.kept.setdefault(index, torch.full((3,), index))
             return image + torch.randn(3) + self.draws.normal(), index, self.targets[index]
         return torch.randn(3), index, self.targets[index]
-for kind in sys.argv[2:]:
-    os.environ["RANK"] == "0" and print("KIND", file=sys.stderr)
-    with Session(f"{sys.argv[1]}/{kind}") as run:
-        m, o = make(run)
-        data = Kept()
-        draws = data.draws.bit_generator.state
-        for epoch in run.epochs(3):
-            batches = run.batches(data, 16, workers=int(kind == "workers"))
-            assert epoch or data.draws.bit_generator.state == draws  # the script may have kept it
-            for image, index, *_ in batches:
-                for one in index:
-                    data.targets[one] += 0.5 if kind == "targets" else 0.0
-                step(run, m, DATA[:8], samples=8)
-            data.targets = [epoch] * 64 if kind == "decoded" else data.targets  # alike on all ranks
+with Session(run_dir) as run:
+    m, o = make(run)
+    data = Kept()
+    draws = data.draws.bit_generator.state
+    for epoch in run.epochs(3):
+        batches = run.batches(data, 16, workers=int(kind == "workers"))
+        assert epoch or data.draws.bit_generator.state == draws  # the script may have kept it
+        for image, index, *_ in batches:
+            for one in index:
+                data.targets[one] += 0.5 if kind == "targets" else 0.0
+            step(run, m, DATA[:8], samples=8)
+        data.targets = [epoch] * 64 if kind == "decoded" else data.targets  # alike on all ranks
 """
 
 
@@ -391,17 +348,15 @@ for kind in sys.argv[2:]:
 )  # a process prints a warning once
 def test_a_dataset_that_changes_on_each_rank_by_its_samples_is_named(tmp_path: Path, kinds: tuple[str, ...]) -> None:
     """The dataset caches augmented samples, or the loop writes targets into it. Decoding, and changes alike on all ranks, are not named."""
-    done = script(2, SCRIPT + CHANGING, tmp_path, *kinds)
-    outputs = done.output.split("KIND\n")[1:]
-    named = [kind for kind, output in zip(kinds, outputs, strict=True) if "changes as it is read" in output]
-    assert done.code == 0 and named == [*kinds[-1:]], done.output
+    ends = scripts(2, CHANGING, *((tmp_path / kind, kind) for kind in kinds))
+    named = [kind for kind, done in zip(kinds, ends, strict=True) if "changes as it is read" in done.output]
+    assert {done.code for done in ends} == {0} and named == [*kinds[-1:]], ends
 
 
 def test_parts_are_of_one_batch_and_of_the_same_samples(tmp_path: Path) -> None:
     """Draws for a rank's samples move its generators, so the next order differs. Three ranks do not divide crops as they divide their
     images. Paths may differ. Parts of an evaluation have any length."""
     lines = """
-import numpy as np
 with Session(sys.argv[1]) as run:
     m, o = make(run)
     def lengths(*wholes):
@@ -426,7 +381,7 @@ with Session(sys.argv[1]) as run:
             print("\\n".join(f"rank {run.rank}: {result}" for result in results))
             torch.rand(run.rank + 1)  # as draws for each sample do
 """
-    done = script(3, SCRIPT + lines, tmp_path / "run")
+    done = script(3, lines, tmp_path / "run")
     another = "run.part(batch) needs the same batch on every rank, and rank 1 has "
     lengths = "run.part() cuts 9 and 20 entries for one step, and 3 ranks do not divide both at the same samples"
     counts = [done.output.count(f"{prefix}{another}") for prefix in ("error: ", "rank 2: ")]
@@ -442,7 +397,7 @@ with Session(sys.argv[1]) as run:
     for _ in run.epochs(1):
         for b in run.batches(DATA, 16): step(run, m, b)
 """
-    done = script(3, SCRIPT + lines, tmp_path / "run")
+    done = script(3, lines, tmp_path / "run")
     message = 'error: a global batch of 16 cannot be divided among 3 ranks: make it 15 or 18, or choose uneven="weight"'
     assert done.code == 2 and done.output.count("batch of 16") == 1 and message in done.output, done.output
 
@@ -450,7 +405,6 @@ with Session(sys.argv[1]) as run:
 def test_an_evaluation_that_looks_for_signals_keeps_the_saves_that_are_due(tmp_path: Path) -> None:
     """The next call reads what the ranks agreed on at a boundary. Here it is the evaluation's call."""
     lines = """
-import pathlib, time
 with Session(sys.argv[1], "checkpoint.every_seconds=1", "checkpoint.keep=100") as run:
     m, o = make(run)
     began = time.monotonic()
@@ -461,15 +415,13 @@ with Session(sys.argv[1], "checkpoint.every_seconds=1", "checkpoint.keep=100") a
             step(run, m, b, samples=8)
             run.boundary()
 """
-    done = script(2, SCRIPT + lines, tmp_path / "run")
+    done = script(2, lines, tmp_path / "run")
     assert done.code == 0, done.output
     assert len(events(tmp_path / "run", "checkpoint_written")) > 3, "the last one is that of the end"
 
 
 def test_a_script_that_continues_has_its_handlers_and_generators_back(tmp_path: Path) -> None:
     code = """
-import random, signal, sys, numpy as np, torch
-from lockstep import Session
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
 
 def now():
@@ -504,7 +456,7 @@ with Session(sys.argv[1], *sys.argv[2:], config=CONFIG) as run:
 def _train(run_dir: Path, *words: str, ranks: int = 1, **changes: object) -> Result:
     values = {"CONFIG": {"width": 8}, "GLOBAL": 8, "STOP": 0, "CODE": 0, **changes}
     head = "\n".join(f"{name} = {value!r}" for name, value in values.items())
-    return script(ranks, f"{SCRIPT}\n{head}\n{TRAIN}", run_dir, *words)
+    return script(ranks, f"{head}\n{TRAIN}", run_dir, *words)
 
 
 def test_what_a_run_leaves(tmp_path: Path) -> None:

@@ -18,8 +18,6 @@ pytestmark = pytest.mark.promise("session-same")
 RANKS, SIZE, ACCUMULATE, EPOCHS = 2, 10, 4, 2
 """A rank's 95 samples make ten batches, the last one of five samples: the third step of an epoch has two batches."""
 CODE = """
-import os, sys, torch, torch.nn.functional as F
-from lockstep import Session
 from tests.nets import DyingPlain
 from tests.own import loop
 torch.set_default_dtype(torch.float64)
@@ -32,7 +30,7 @@ with Session(run_dir, *overrides) as run:
     run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9))
     run.keep()
     own = list(range(len(data)))[run.rank :: run.size]
-    loader = torch.utils.data.DataLoader(torch.utils.data.Subset(data, own), SIZE)
+    loader = DataLoader(torch.utils.data.Subset(data, own), SIZE)
     for _ in run.epochs(EPOCHS):
         for batches in run.iterate(loader, accumulate=accumulate):
             for x, y in run.accumulate(batches):

@@ -3,21 +3,19 @@ resume. So does a state that is carried from batch to batch."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 from tests.events import summary_of
-from tests.own.job import script
+from tests.own.job import script, scripts
 
 CODE = """
-import os, sys, types, numpy as np, torch, torch.nn.functional as F
-from torch import nn
-from lockstep import Session
-run_dir, sync, looks = sys.argv[1:]
+run_dir, kind, sync, looks = sys.argv[1:]
 if looks == "0":
     from lockstep.training.run import batch_mean
     batch_mean.CALL = 0
 X, Y = torch.randn(96, 6, generator=torch.Generator().manual_seed(1)), torch.arange(96) % 3
-DATA = torch.utils.data.TensorDataset(X, Y)
+DATA = TensorDataset(X, Y)
 class Holder:
     n = 0
 class Table(dict):
@@ -40,7 +38,7 @@ def main(kind):
     net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=True), nn.Dropout(0.2), nn.Linear(8, 3))
     if kind in ("aux", "surrogate"):  # a batch norm is not looked at in training mode
         net = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2 if kind == "surrogate" else 0.0), nn.Linear(8, 3))
-    with Session(f"{run_dir}/{kind}", "metrics.enabled=false", sync=sync) as run:
+    with Session(run_dir, "metrics.enabled=false", sync=sync) as run:
         model = run.replicate(net)
         run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
         trainer, seen, totals, printed, others = Trainer(model), [], torch.zeros(2), [], iter(torch.randn(99, 24, 6))
@@ -120,10 +118,7 @@ def main(kind):
         counts = {SPACE.n, TABLE["n"], Holder.n, places.n, len(ROWS), int(ARRAY[0])}
         assert kind != "places" or counts == {4}, counts
         assert kind != "drawn" or len([*others]) == 95
-for kind in KINDS:
-    if os.environ.get("RANK", "0") == "0":
-        print("KIND", kind, flush=True)
-    main(kind)
+main(kind)
 """
 NO_MEAN, STATE = "the loss of a batch is not the mean over its samples", "the function of a step carries a state"
 NO_MEAN_GRADIENT = "the gradient of a batch is not the mean over its samples"
@@ -148,36 +143,36 @@ RIGHT = (
 """The last one cannot be looked at, since the look would use up batches of another loader."""
 
 
-def train(run_dir: Path, kinds: tuple[str, ...], ranks: int, sync: str, looks: bool = True) -> dict[str, list[str]]:
-    """Trains each kind, and returns its warnings."""
-    done = script(ranks, CODE.replace("KINDS", repr(kinds)), run_dir, sync, str(int(looks)))
-    assert done.code == 0, done.output
-    assert done.output.count("in the function") == 4 * ranks * ("metrics" in kinds), "the look prints nothing"
-    _, *pieces = done.output.split("KIND ")
-    return {piece.split()[0]: [line for line in piece.splitlines() if "warning: rank" in line] for piece in pieces}
+def warnings(ranks: int, code: str, kinds: Collection[str], folder: Path, *words: object) -> dict[str, list[str]]:
+    """Trains each kind in a folder of its name, and returns its warnings."""
+    named = {}
+    for kind, done in zip(kinds, scripts(ranks, code, *((folder / kind, kind, *words) for kind in kinds)), strict=True):
+        assert done.code == 0, (kind, done.output)
+        assert done.output.count("in the function") == 4 * ranks * (kind == "metrics"), "the look prints nothing"
+        named[kind] = [line for line in done.output.splitlines() if "warning: " in line]
+    return named
 
 
 def test_a_loss_that_is_no_mean_and_a_state_that_is_carried_are_named(tmp_path: Path) -> None:
-    named = train(tmp_path, tuple(NAMED), 2, "ddp")
+    named = warnings(2, CODE, NAMED, tmp_path, "ddp", 1)
     for kind, text in NAMED.items():
         assert len([line for line in named[kind] if text in line]) == 1, (kind, named)
     assert "It is a sum" in named["constant"][0] and "tokens, class weights" in named["tokens"][0]
 
 
 def test_ordinary_functions_are_not_named_and_the_look_changes_nothing(tmp_path: Path) -> None:
-    named = train(tmp_path / "looked", (*RIGHT, "root"), 1, "flat")
+    named = warnings(1, CODE, (*RIGHT, "root"), tmp_path / "looked", "flat", 1)
     assert len(named.pop("root")) == 1, "another number of ranks would train otherwise"
     wrong = NO_MEAN, STATE, NO_MEAN_GRADIENT
     assert not [line for lines in named.values() for line in lines if any(words in line for words in wrong)], named
-    train(tmp_path / "plain", RIGHT, 1, "flat", looks=False)
+    warnings(1, CODE, RIGHT, tmp_path / "plain", "flat", 0)
     for kind in RIGHT:
         mine, other = (summary_of(tmp_path / one / kind) for one in ("looked", "plain"))
         assert mine["weights_sha256"] == other["weights_sha256"], kind
 
 
 LOSSES = """
-import sys, torch, torch.nn.functional as F
-from lockstep import Session
+run_dir, kind = sys.argv[1:]
 def losses(o, y, weight):
     each, target = F.cross_entropy(o, y, reduction="none"), F.one_hot(y, 3).float()
     yield "reduction", F.cross_entropy(o, y, reduction="sum")
@@ -195,61 +190,52 @@ def losses(o, y, weight):
         twice = (twice + twice) / 2
     yield "twice", twice / 16
     yield "deep", sum(each.sum() / 32000 for _ in range(2000))
-kinds = "reduction", "by hand", "two terms", "mean", "divided", "scaled", "penalty", "features", "own", "later", "total"
-kinds += "shares", "stack", "twice", "deep", "parts", "whole"
-for kind in kinds:
-    with Session(f"{sys.argv[1]}/{kind}", sync="flat") as run:
-        torch.manual_seed(1)
-        data = torch.utils.data.TensorDataset(torch.randn(32, 4), torch.randint(0, 3, (32,)))
-        net = torch.nn.Linear(4, 3)
-        model = run.replicate(net)
-        run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.01))
-        if run.leader:
-            print("KIND", kind)
-        def later(x, y):
-            each = F.cross_entropy(model(x), y, reduction="none")
-            return each.topk(2).values.mean() if epoch else each.mean()
-        for epoch in run.epochs(1 + (kind == "later")):
-            loader = torch.utils.data.DataLoader(data, 2, sampler=torch.utils.data.DistributedSampler(data, 2, run.rank))
-            for batches in run.iterate(loader, accumulate=4) if kind in ("parts", "whole") else ():
-                for x, y in run.accumulate(batches):
-                    run.backward(F.cross_entropy(model(x), y) / (4 if kind == "parts" else 1), samples=len(y))
-                run.update()
-            for x, y in run.batches(data, 16) if kind not in ("parts", "whole") else ():
-                if kind == "later":
-                    run.step(later, x, y)
-                elif kind in ("own", "total"):
-                    run.step(F.cross_entropy(model(x), y, reduction="sum"), divisor=len(y) if kind == "own" else run.batch.total)
-                else:
-                    run.step(dict(losses(model(x), y, net.weight))[kind])
+with Session(run_dir, sync="flat") as run:
+    torch.manual_seed(1)
+    data = TensorDataset(torch.randn(32, 4), torch.randint(0, 3, (32,)))
+    net = torch.nn.Linear(4, 3)
+    model = run.replicate(net)
+    run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.01))
+    def later(x, y):
+        each = F.cross_entropy(model(x), y, reduction="none")
+        return each.topk(2).values.mean() if epoch else each.mean()
+    for epoch in run.epochs(1 + (kind == "later")):
+        loader = DataLoader(data, 2, sampler=DistributedSampler(data, 2, run.rank))
+        for batches in run.iterate(loader, accumulate=4) if kind in ("parts", "whole") else ():
+            for x, y in run.accumulate(batches):
+                run.backward(F.cross_entropy(model(x), y) / (4 if kind == "parts" else 1), samples=len(y))
+            run.update()
+        for x, y in run.batches(data, 16) if kind not in ("parts", "whole") else ():
+            if kind == "later":
+                run.step(later, x, y)
+            elif kind in ("own", "total"):
+                run.step(F.cross_entropy(model(x), y, reduction="sum"), divisor=len(y) if kind == "own" else run.batch.total)
+            else:
+                run.step(dict(losses(model(x), y, net.weight))[kind])
 """
+DIVIDED = "mean", "divided", "scaled", "penalty", "features", "total", "shares", "stack", "twice", "deep", "whole"
+"""Losses that are right on several ranks."""
 
 
 def test_a_loss_that_ranks_would_divide_otherwise_is_named(tmp_path: Path) -> None:
     """Two ranks would step by half of a sum's gradient, by twice of what is divided by a rank's own samples, by a quarter of what
     `accumulate` weighs already, and by other samples where the loss takes the largest ones from its second epoch on. A sum that is divided,
     a penalty of weights and a sum over features are right, and so is a graph of thousands of operations."""
-    done = script(2, LOSSES, tmp_path)
-    assert done.code == 0, done.output
-    _, *pieces = done.output.split("KIND ")
-    named = {piece.splitlines()[0]: [line for line in piece.splitlines() if "warning: " in line] for piece in pieces}
     sums = dict.fromkeys(("reduction", "by hand", "two terms"), "the loss is a sum over the samples of this rank")
     others = {
         "own": "the divisor is 8, as many as this rank's samples, and the batch has 16",
         "later": "is not the mean over its samples",
         "parts": "the loss is divided by 4, as many as the batches of a step",
     }
-    assert len(named) == 17 and {kind for kind, lines in named.items() if lines} == {*sums, *others}, done.output
+    named = warnings(2, LOSSES, (*sums, *others, *DIVIDED), tmp_path)
+    assert {kind for kind, lines in named.items() if lines} == {*sums, *others}, named
     for kind, words in {**sums, **others}.items():
         assert len(named[kind]) == 1 and words in named[kind][0], named[kind]
 
 
 EPOCHS = """
-import sys, torch
-from lockstep import Session
 with Session(sys.argv[1], sync="ddp") as run:
-    model = run.replicate(torch.nn.Linear(4, 3))
-    run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    model = replicated(run)
     for epoch in run.epochs(int(sys.argv[2])):
         for x in run.batches(torch.ones(32, 4), 16):
             run.step(lambda x: model(x).square().mean(), x)

@@ -10,11 +10,10 @@ import pytest
 from tests.events import status_of
 from tests.own.job import script
 
+pytestmark = pytest.mark.promise("named-rank")
+
 SCRIPT = """
-import socket, sys, time, torch
-from torch import nn
-from torch.utils.data import DataLoader, Dataset
-from lockstep import Session
+import socket
 from lockstep.wire import hangs
 
 hangs.of_run = lambda _: time.sleep(600)  # the disk of the run directory hangs
@@ -45,8 +44,7 @@ def in_backward():
 KINDS = {"loader": loader_times_out, "socket": plain(socket.timeout("timed out")), "backward": in_backward}
 with Session(sys.argv[1], "collective_timeout=20") as run:
     RANK = run.rank
-    model = run.replicate(nn.Linear(4, 2))
-    run.optimizer(lambda parameters: torch.optim.SGD(parameters, 0.1))
+    model = replicated(run)
     data = [(torch.ones(4), torch.zeros(2)) for _ in range(64)]
     for epoch in run.epochs(1):
         for number, (x, y) in enumerate(run.batches(data, 8)):
@@ -60,7 +58,6 @@ SAYS = {
 }  # fmt: skip
 
 
-@pytest.mark.promise("named-rank")
 @pytest.mark.parametrize("kind", SAYS)
 def test_an_error_of_the_script_blames_no_other_rank(kind: str, tmp_path: Path) -> None:
     done = script(2, SCRIPT, tmp_path / "run", kind)
@@ -71,12 +68,9 @@ def test_an_error_of_the_script_blames_no_other_rank(kind: str, tmp_path: Path) 
 
 
 GROUP = """
-import datetime, pathlib, sys, time, torch
-import torch.distributed as dist
-from lockstep import Session
+import datetime, torch.distributed as dist
 with Session(sys.argv[1]) as run:
-    model = run.replicate(torch.nn.Linear(4, 2))
-    run.optimizer(lambda parameters: torch.optim.SGD(parameters, 0.1))
+    model = replicated(run)
     own, over = dist.new_group(timeout=datetime.timedelta(seconds=0.5)), pathlib.Path(sys.argv[2])
     for epoch in run.epochs(1):
         for x in run.iterate([torch.ones(8, 4)] * 4):
@@ -91,7 +85,6 @@ with Session(sys.argv[1]) as run:
 """Rank 1 comes to the first collective of the script's group when rank 0 waits no longer."""
 
 
-@pytest.mark.promise("named-rank")
 def test_a_timeout_in_a_group_of_the_scripts_own_is_a_collective_that_failed(tmp_path: Path) -> None:
     done = script(2, GROUP, tmp_path / "run", str(tmp_path / "over"))
     assert done.code == 1 and "Traceback" not in done.output, done.output
@@ -99,11 +92,6 @@ def test_a_timeout_in_a_group_of_the_scripts_own_is_a_collective_that_failed(tmp
 
 
 KILLED = """
-import os, pathlib, signal, sys, time, torch
-from torch import nn
-from torch.utils.data import Dataset
-from lockstep import Session
-
 class Slow(Dataset):
     def __len__(self): return 160
     def __getitem__(self, index):
@@ -113,8 +101,7 @@ class Slow(Dataset):
 killed = pathlib.Path(sys.argv[2])
 with Session(sys.argv[1]) as run:
     rank = run.rank
-    model = run.replicate(nn.Linear(4, 2))
-    run.optimizer(lambda parameters: torch.optim.SGD(parameters, 0.1))
+    model = replicated(run)
     for epoch in run.epochs(1):
         for number, (x, y) in enumerate(run.batches(Slow(), 16, workers=1)):
             if number == 4 and rank == 2:
@@ -126,7 +113,6 @@ with Session(sys.argv[1]) as run:
 """Rank 2 is killed, and its loader's process lives on."""
 
 
-@pytest.mark.promise("named-rank")
 def test_a_killed_rank_alone_is_named_and_at_once(tmp_path: Path) -> None:
     """A loader's process that kept its connections, and ranks that wait for others, would make the living look lost."""
     killed = tmp_path / "killed"

@@ -11,12 +11,9 @@ from tests.events import status_of
 from tests.own.job import script
 
 SCRIPT = """
-import sys, torch
-from lockstep import Session
 kind, sync = sys.argv[2:4]
 with Session(sys.argv[1], sync=sync) as run:
-    model = run.replicate(torch.nn.Linear(4, 2))
-    run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    model = replicated(run)
     x = torch.randn(160, 4)
     def given():  # of unknown length
         yield from run.part(x).split(4)

@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.own.job import script
+from tests.own.job import scripts
 
 pytestmark = pytest.mark.promise("session-resume")
 
 CODE = """
-import os, sys, tempfile, torch, torch.nn.functional as F
-from torch.utils.data import DataLoader, TensorDataset
-from lockstep import Session
+import tempfile
+folder, kind, steps = sys.argv[1:]
 X = torch.randn(96, 6, generator=torch.Generator().manual_seed(1))
 Y = X[:, :3].argmax(1)
 class Around(torch.optim.Optimizer):  # as Lookahead: its state and groups are the inner one's
@@ -43,7 +42,7 @@ def train(kind, run, steps):
     inner = lambda parameters: torch.optim.SGD(parameters, lr=0.3, momentum=0.1)
     run.optimizer((lambda parameters: Around(inner(parameters))) if kind == "around" else inner)
     fading = Fading(X, Y)
-    best = f"{tempfile.mkdtemp(dir=None if kind == 'temporary' else sys.argv[1])}/best.pt"
+    best = f"{tempfile.mkdtemp(dir=None if kind == 'temporary' else folder)}/best.pt"
     network, unsure = run.for_evaluation() if kind == "copy" else None, Y.masked_fill(torch.arange(96) % 3 == 0, -100)
     def relabelled():
         with torch.no_grad():
@@ -84,10 +83,8 @@ def train(kind, run, steps):
         run.log(accuracy=run.evaluate(lambda x, y: (measured(x).argmax(1) == y).sum(), TensorDataset(X, Y)))
         if kind == "stop" and run.leader or kind == "agreed":
             run.stop("no better")
-for word in sys.argv[2:]:
-    os.environ["RANK"] == "0" and print("KIND", file=sys.stderr)
-    with Session(f"{sys.argv[1]}/{word.split(':')[0]}", sync="flat") as run:
-        train(word.split(":")[0], run, int(word.split(":")[1]))
+with Session(f"{folder}/{kind}", sync="flat") as run:
+    train(kind, run, int(steps))
 """
 WARNED = {
     "early": ["steps were taken after the last batch of their epoch", "steps were taken after the last batch of their epoch"],
@@ -114,9 +111,8 @@ def test_a_loop_that_trains_otherwise_on_ranks_or_after_a_resume_is_named(tmp_pa
     that changes and is kept."""
     for start, steps in enumerate((12, 20)):
         # A function is checked at its 16th step.
-        words = (f"{kind}:{steps + 8 * (kind == 'late')}" for kind in WARNED)
-        done = script(2, CODE, tmp_path, *words)
-        assert done.code == 0, done.output
-        for (kind, of_starts), output in zip(WARNED.items(), done.output.split("KIND\n")[1:], strict=True):
-            warnings = [line for line in output.splitlines() if "warning: " in line]
-            assert len(warnings) == bool(of_starts[start]) and of_starts[start] in "".join(warnings), (kind, output)
+        ends = scripts(2, CODE, *((tmp_path, kind, steps + 8 * (kind == "late")) for kind in WARNED))
+        for (kind, of_starts), done in zip(WARNED.items(), ends, strict=True):
+            warnings = [line for line in done.output.splitlines() if "warning: " in line]
+            assert done.code == 0 and len(warnings) == bool(of_starts[start]), (kind, done.output)
+            assert of_starts[start] in "".join(warnings), (kind, done.output)

@@ -8,22 +8,20 @@ from pathlib import Path
 import pytest
 
 from tests import product
-from tests.own.job import script, scripts
+from tests.own.job import HEAD, script, scripts
 from tests.processes import PYTHON, Result
 from tests.ranks import launching
 
 pytestmark = pytest.mark.promise("replicas-apart")
 
 CODE = """
-import sys, torch, torch.nn.functional as F
-from lockstep import Session
 run_dir, how, *words = sys.argv[1:]
 def past(step):
     who, _, since = how.partition(":")
     return step >= int(since or 0) and who in ("all", f"rank{run.rank}")
 with Session(run_dir, "checkpoint.every_steps=1", *words, config={"name": "replicas"}) as run:
     torch.manual_seed(3)
-    data = torch.utils.data.TensorDataset(torch.randn(64, 6), torch.randint(0, 3, (64,)))
+    data = TensorDataset(torch.randn(64, 6), torch.randint(0, 3, (64,)))
     middle = torch.nn.BatchNorm1d(8) if how.startswith("apart") else torch.nn.ReLU()
     net = torch.nn.Sequential(torch.nn.Linear(6, 8), middle, torch.nn.Linear(8, 3))
     model = run.replicate(net, example=torch.ones(2, 6) if "PowerSgd" in " ".join(words) else None)
@@ -87,8 +85,6 @@ def test_replicas_that_differ_after_the_first_steps_are_named_before_anything_is
 
 
 PLATEAU = """
-import sys, torch
-from lockstep import Session
 run_dir, every, sync = sys.argv[1:]
 with Session(run_dir, f"checkpoint.every_steps={every}", f"sync.name={sync}") as run:
     model = run.replicate(torch.nn.Linear(6, 3))
@@ -96,7 +92,7 @@ with Session(run_dir, f"checkpoint.every_steps={every}", f"sync.name={sync}") as
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
     run.keep(plateau=plateau)
     for epoch in run.epochs(4):
-        for (x,) in run.batches(torch.utils.data.TensorDataset(torch.ones(64, 6)), 8):
+        for (x,) in run.batches(TensorDataset(torch.ones(64, 6)), 8):
             run.step(lambda x: model(x).square().mean(), x)
         plateau.step(1.0 if run.rank else 1.0 / (epoch + 1))  # a measurement of this rank alone
 """
@@ -116,8 +112,7 @@ def test_learning_rates_that_differ_are_named_before_they_are_saved(tmp_path: Pa
 
 
 OUTSIDE = """
-import copy, functools, random, sys, torch
-from lockstep import Session
+import copy
 from torch.testing._internal.two_tensor import TwoTensor
 class Proxy:
     @property
@@ -164,7 +159,7 @@ with Session(sys.argv[1], f"sync.name={sys.argv[2]}") as run:
         temperature = torch.nn.Parameter(torch.ones(()))
         by_hand = torch.optim.SGD([temperature], lr=0.01)
         closure, bound = trainers()
-    data = torch.utils.data.TensorDataset(torch.randn(32, 4))
+    data = TensorDataset(torch.randn(32, 4))
     for epoch in run.epochs(3):
         torch.rand(1, generator=again.manual_seed(epoch))
         order.random()
@@ -232,8 +227,6 @@ def test_what_is_trained_outside_of_the_session_is_named_once(tmp_path: Path) ->
 
 
 STATES = """
-import sys, numpy as np, torch
-from lockstep import Session
 class Helper:
     def __init__(self):
         self.share = 1.0
@@ -263,8 +256,7 @@ with Session(sys.argv[1], "checkpoint.every_steps=1") as run:
     net.centre, net.usage, net.helper, net.weight.slow, net.maps = torch.zeros(2), np.ones(4), Helper(), torch.zeros(2, 4), []
     net.register_forward_hook(shift)
     net.register_forward_hook(Collects())
-    model = run.replicate(net)
-    run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    model = replicated(run, net)
     for _ in run.epochs(int(sys.argv[2])):
         for x in run.batches(torch.randn(32, 4), 4):
             net.rate = 0.1 * run.steps
@@ -294,9 +286,7 @@ def test_states_in_attributes_of_a_model_are_named(tmp_path: Path) -> None:
 
 
 HOOKS = """
-import functools, sys, torch, types
 from examples.strategies.allreduce import AllReduce
-from lockstep import Session
 class Mine(AllReduce):
     def wrap(self, model, world, example):
         model.weight.register_post_accumulate_grad_hook(lambda it: None)
@@ -309,8 +299,7 @@ for sync, kind in (("mine:Mine", ""), ("flat", "register_hook"), ("flat", "regis
             getattr(net.weight, kind)(lambda it: None)
         else:
             net.weight.register_hook(functools.partial(torch.nn.functional.dropout, p=0.0))
-        model = run.replicate(net)
-        run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+        model = replicated(run, net)
         for epoch in run.epochs(2):
             for x in run.batches(torch.randn(16, 4), 8):
                 run.step(lambda x: model(x).square().mean(), x)
@@ -334,8 +323,6 @@ def test_hooks_on_parameters_get_a_part_of_the_gradient_where_there_are_several_
 
 
 ALIKE = """
-import sys, torch, torch.nn.functional as F
-from lockstep import Session
 run_dir, how, sync = sys.argv[1:]
 class Net(torch.nn.Module):
     def __init__(self):
@@ -401,8 +388,6 @@ def test_modes_and_buffers_that_must_be_the_same_are_compared(tmp_path: Path) ->
 
 
 TABLES = """
-import os, sys, torch
-from lockstep import Session
 class Net(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -419,12 +404,11 @@ for name, seed, epochs in (("starts", 1, 1), ("starts", 2, 2), ("ranks", int(os.
     with Session(f"{sys.argv[1]}/{name}") as run:
         if name == "ranks" and run.leader:
             net.mask = torch.ones(4)
-        model = run.replicate(net)
-        run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+        model = replicated(run, net)
         with torch.no_grad():
             model(torch.randn(2, 4) + run.rank)  # a warm-up pass leaves what it has computed
         for _ in run.epochs(epochs):
-            for (x,) in run.batches(torch.utils.data.TensorDataset(torch.ones(8, 4)), 8):
+            for (x,) in run.batches(TensorDataset(torch.ones(8, 4)), 8):
                 run.step(lambda x: model(x).square().mean(), x)
 """
 
@@ -442,13 +426,10 @@ def test_a_table_in_an_attribute_that_is_drawn_anew_is_named(tmp_path: Path) -> 
 
 
 UNFROZEN = """
-import os, signal, sys, torch
-from lockstep import Session
 with Session(sys.argv[1]) as run:
     net = torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.Linear(64, 2))
     net[0].requires_grad_(False)
-    model = run.replicate(net)
-    run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    model = replicated(run, net)
     def loss(x):
         if run.steps == 5 and run.rank == 1 and sys.argv[2] == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -466,7 +447,7 @@ def test_a_layer_that_one_rank_unfreezes_is_named(tmp_path: Path, how: str) -> N
     """The ranks' sums no longer fit, and gloo aborts a process. The other one says why. A rank that is killed in the step in which all
     unfreeze the layer is the cause itself."""
     program = tmp_path / "train.py"
-    program.write_text(UNFROZEN)
+    program.write_text(HEAD + UNFROZEN)
     with launching("--ranks", "2", "--", PYTHON, str(program), str(tmp_path / "run"), how) as gang:
         done = gang.wait(240)
     said = "rank 0 trains 0.weight since this step, and rank 1 does not" in done.output

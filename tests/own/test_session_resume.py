@@ -81,8 +81,6 @@ def test_a_signal_to_every_process_of_the_job(calm: Calm, tmp_path: Path) -> Non
 
 def test_a_learning_rate_that_the_checkpoint_overrules_is_reported_once(tmp_path: Path) -> None:
     code = """
-import sys, torch
-from lockstep import Session
 rate, epochs = sys.argv[2:]
 with Session(sys.argv[1]) as run:
     model = run.replicate(torch.nn.Linear(4, 2))
@@ -90,7 +88,7 @@ with Session(sys.argv[1]) as run:
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     run.keep(schedule=schedule)
     for epoch in run.epochs(int(epochs)):
-        for (x,) in run.batches(torch.utils.data.TensorDataset(torch.randn(32, 4)), 8):
+        for (x,) in run.batches(TensorDataset(torch.randn(32, 4)), 8):
             run.step(lambda x: (model(x).square().mean(), {name: len(x) for name in "abc"[int(epochs) :]}), x)
         schedule.step()
 """
@@ -104,8 +102,7 @@ with Session(sys.argv[1]) as run:
 
 
 AGAIN = """
-import hashlib, os, signal, sys, time, numpy as np, torch
-from lockstep import Session
+import hashlib
 class Tempered:
     def __init__(self):
         self.tau = 1.0
@@ -155,7 +152,7 @@ def start(name, steps, ends=-1, every=0):
                     optimizer.state.pop(parameter)
                 net[2] = torch.nn.Linear(4, 2)
                 optimizer.param_groups[0]["params"] = list(net[1:].parameters())
-            for (x,) in run.batches(torch.utils.data.TensorDataset(torch.randn(24, 4)), 8):
+            for (x,) in run.batches(TensorDataset(torch.randn(24, 4)), 8):
                 for group in first, *optimizer.param_groups[1:]:
                     group["lr"] = group["lr"] * 0.97
                 run.step(lambda x: ((model(x) - centre).square() * kept.tau * net.scale * run.values["tau"] * noise).mean(), x)
@@ -189,8 +186,6 @@ def test_what_a_script_does_before_the_batches_of_an_epoch_counts_once(tmp_path:
 
 
 WHOLE = """
-import os, signal, sys, torch
-from lockstep import Session
 data = torch.randn(12, 4, generator=torch.Generator().manual_seed(1))
 def train(name, ends):
     with Session(f"{sys.argv[1]}/{name}", f"checkpoint.every_steps={sys.argv[2]}") as run:
@@ -222,13 +217,10 @@ def test_a_signal_in_epochs_without_batches_ends_the_run_between_two(tmp_path: P
 
 
 LOGS = """
-import os, signal, sys, torch
-from lockstep import Session
 with Session(sys.argv[1], "checkpoint.every_steps=100") as run:
-    model = run.replicate(torch.nn.Linear(4, 2))
-    run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    model = replicated(run)
     for epoch in run.epochs(2):
-        for (x,) in run.batches(torch.utils.data.TensorDataset(torch.randn(16, 4)), 4):
+        for x in run.batches(torch.randn(16, 4), 4):
             run.step(lambda x: model(x).square().mean(), x)
         for part in range(4):
             if run.rank and not run.resumed and not part:
@@ -245,8 +237,6 @@ def test_the_ranks_save_together_where_one_alone_logs_after_the_evaluation_that_
 
 
 LAST = """
-import os, signal, sys, time, torch
-from lockstep import Session
 from tests import product
 def measure(run):
     seen = []
@@ -255,8 +245,7 @@ def measure(run):
         run.boundary()
     run.log(loss=run.loss())
 with Session(sys.argv[1], "checkpoint.every_steps=100") as run:
-    model = run.replicate(torch.nn.Linear(4, 2))
-    run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    model = replicated(run)
     data = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
     for epoch in run.epochs(2):
         seen = []
@@ -291,8 +280,6 @@ def test_the_loss_of_the_last_step_outlasts_a_resume_before_the_next(tmp_path: P
 
 
 CHANGED = """
-import sys, torch
-from lockstep import Session
 folder, sync, compiled = sys.argv[1:]
 class Scale(torch.nn.Module):
     factor = 1.0
@@ -325,7 +312,7 @@ def start(name, epochs):
                 net.back.requires_grad_(True)
                 net.norm.eval()
                 added.add_param_group({"params": net.norm.parameters(), "lr": 0.02})
-            for (x,) in run.batches(torch.utils.data.TensorDataset(torch.ones(32, 8) / torch.arange(1, 33)[:, None]), 16):
+            for (x,) in run.batches(TensorDataset(torch.ones(32, 8) / torch.arange(1, 33)[:, None]), 16):
                 run.step(lambda x: model(x).square().mean(), x)
             assert net.training and net.norm.training == (epoch < 1), epoch
             net.eval()
@@ -378,11 +365,8 @@ def test_what_a_script_unfreezes_adds_and_compiles_is_so_after_a_resume(
 
 
 DRAWING = """
-import random, sys, torch
-from lockstep import Session
 with Session(sys.argv[1]) as run:
-    model = run.replicate(torch.nn.Linear(4, 2))
-    run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    model = replicated(run)
     alike, late, own = torch.Generator().manual_seed(1), random.Random(3), random.Random(run.rank)
     if len(sys.argv) > 3:
         late.seed(run.rank)
@@ -417,8 +401,6 @@ def test_at_another_number_of_ranks_generators_that_are_alike_resume(tmp_path: P
 def test_a_mistake_of_the_user_that_all_ranks_find_is_printed_once(tmp_path: Path) -> None:
     """Mistakes that differ are printed by each rank. Any other error has a traceback on each rank."""
     code = """
-import sys, torch
-from lockstep import Session
 from tests.product import UserError
 with Session(sys.argv[1]) as run:
     raise ValueError("a bug") if sys.argv[2] == "bug" else UserError(sys.argv[2] or f"of rank {run.rank}")
@@ -431,8 +413,6 @@ with Session(sys.argv[1]) as run:
 
 
 MASTER = """
-import sys, torch
-from lockstep import Session
 class Master(torch.optim.SGD):
     @torch.no_grad()
     def step(self):

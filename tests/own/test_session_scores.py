@@ -13,14 +13,11 @@ from safetensors import safe_open
 from tests import product
 from tests.events import events, summary_of
 from tests.own.job import script
-from tests.own.test_session import SCRIPT
 from tests.warm.gang import python
 
 pytestmark = pytest.mark.promise("best-checkpoint")
 
 EPOCHS = """
-import os
-os.environ["LOCKSTEP_THREADS"] = "1"
 SCORES = {2: 0.3, 5: 0.9, 8: 0.5}  # after a step, in the middle of an epoch of six
 def evaluated(run):
     run.boundary()
@@ -71,7 +68,7 @@ for number in {(0, *AT)}:
 
 def test_a_run_that_is_stopped_anywhere_reports_what_the_undisturbed_one_does(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
-    done = python("-c", SCRIPT + EPOCHS + STOPPED + STOPS, str(runs))
+    done = script(1, EPOCHS + STOPPED + STOPS, runs)
     assert done.code == 0, done.output
     calm = _reached(runs / "0")
     assert calm["best_accuracy"] == 0.9 and calm["accuracy"] == 0.5 and calm["test_loss"] == 0
@@ -107,7 +104,7 @@ def test_the_best_of_an_epochs_scores_is_kept_with_the_weights_it_was_measured_o
     train(sys.argv[1], "checkpoint.keep=1", checkpoint={"keep_best": {"wer": "min"}})
     """
     run_dir = tmp_path / "run"
-    done = python("-c", SCRIPT + EPOCHS + textwrap.dedent(lines), str(run_dir))
+    done = script(1, EPOCHS + textwrap.dedent(lines), run_dir)
     assert done.code == 0, done.output
     assert {step: round(score, 6) for step, score in product.scores(run_dir).items()} == {5: 0.1}
     assert _reached(run_dir)["best_accuracy"] == 0.9, "which is reported, whatever is kept"
@@ -148,7 +145,7 @@ with Session(sys.argv[1], "checkpoint.keep=100", "checkpoint.every_steps=100", "
         if run.leader:
             run.log(accuracy=0.7 * (epoch + 1))
 """
-    done = script(2, SCRIPT + lines, tmp_path / "run")
+    done = script(2, lines, tmp_path / "run")
     assert done.code == 0, done.output
     assert done.output.count("accuracy was logged on some ranks only") == 1, done.output
     assert done.output.count("run.log(accuracy=…) gets 0.6 on rank 0 and 1.6 on rank 1") == 1, done.output
@@ -169,7 +166,7 @@ with Session(sys.argv[1], "checkpoint.keep=100", "checkpoint.every_steps=1") as 
             step(run, model, batch, samples=8)
     run.log(accuracy=0.4)
 """
-    done = script(1, SCRIPT + lines, tmp_path / "run")
+    done = script(1, lines, tmp_path / "run")
     assert done.code == 0, done.output
     assert product.scores(tmp_path / "run") == {6: 0.4}, "that of the end was measured on the last weights"
     reached = _reached(tmp_path / "run")

@@ -13,11 +13,10 @@ from tests.own.job import script, scripts, shared
 pytestmark = pytest.mark.promise("session-same")
 
 CODE = """
-import sys, torch, torch.nn.functional as F, weakref
-from lockstep import Session
+import weakref
 from lockstep.training.contract import UserError
 run_dir, first, *words = sys.argv[1:]
-DATA = torch.utils.data.TensorDataset(torch.randn(64, 4, generator=torch.Generator().manual_seed(1)), torch.arange(64) % 3)
+DATA = TensorDataset(torch.randn(64, 4, generator=torch.Generator().manual_seed(1)), torch.arange(64) % 3)
 with Session(run_dir, *words) as run:
     torch.manual_seed(3)
     net = torch.nn.Linear(4, 8)
@@ -58,9 +57,7 @@ with Session(run_dir, *words) as run:
 
 
 STATEFUL = """
-import sys, torch, types
 from examples.strategies.allreduce import AllReduce
-from lockstep import Session
 class Mine(AllReduce):
     def state_dict(self): return {"error": torch.ones(1)}
 sys.modules["mine"] = types.SimpleNamespace(Mine=Mine, Parts=type("Parts", (AllReduce,), {"shards_gradients": True}))
@@ -93,8 +90,6 @@ def test_models_that_learn_in_turn_and_together_are_the_same_under_ddp(tmp_path:
 
 
 GAN = """
-import sys, torch, torch.nn.functional as F
-from lockstep import Session
 run_dir, scaled, fate, *words = sys.argv[1:]
 class Gan(torch.nn.Module):
     def __init__(self):
@@ -116,7 +111,7 @@ with Session(run_dir, *words, config={"name": "gan"}) as run:
     scaler = torch.amp.GradScaler("cpu", enabled=scaled == "scaled")
     run.keep(scaler=scaler)
     gan.d[0].weight.register_hook(lambda grad: grad * float("inf") if infinite else None)
-    data = torch.utils.data.TensorDataset(torch.randn(64, 4))
+    data = TensorDataset(torch.randn(64, 4))
     for epoch in run.epochs(1):
         for (z,) in run.batches(data, 8):
             for name in ("d", "g"):

@@ -10,10 +10,8 @@ import pytest
 
 from tests.events import events, status_of, summary_of
 from tests.own.job import script
-from tests.own.test_session import SCRIPT
 
 GAN = """
-import time
 began = time.perf_counter()
 with Session(sys.argv[1], "log.every=1", sync="flat") as run:
     both = torch.nn.ModuleDict({"one": torch.nn.Linear(4, 3), "other": torch.nn.Linear(4, 3)})
@@ -33,7 +31,7 @@ sys.stdout.write(f"WALL {wall}\\n")  # in one piece: both ranks write
 
 def test_two_updates_of_a_batch_count_its_time_once_and_its_samples_in_each(tmp_path: Path) -> None:
     """As in a GAN. The trained seconds stay below the wall seconds."""
-    done = script(2, SCRIPT + GAN, tmp_path / "run")
+    done = script(2, GAN, tmp_path / "run")
     assert done.code == 0, done.output
     summary = summary_of(tmp_path / "run")
     wall = float(re.findall(r"WALL (\S+)", done.output)[0])
@@ -62,7 +60,7 @@ with Session(sys.argv[1], "log.format=json") as run:
 """
 
     def start(epochs: str) -> str:
-        done = script(2, SCRIPT + code, run_dir, epochs)
+        done = script(2, code, run_dir, epochs)
         assert done.code == 0, done.output
         return done.output
 

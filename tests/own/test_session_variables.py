@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.own.job import script
+from tests.own.job import scripts
 
 pytestmark = pytest.mark.promise("session-resume")
 
 CODE = """
-import argparse, collections, contextvars, copy, functools, io, itertools, multiprocessing, os, random, sys, time, types, numpy as np, torch
-from lockstep import Session
+import argparse, collections, contextvars, copy, io, itertools, multiprocessing
 sys.path.insert(0, sys.argv[1])
 import helper_of_a_script as helper
 from helper_of_a_script import temperature
@@ -170,10 +169,8 @@ def train(kind, run, steps):
                 tries = run.values["tries"]
                 network = run.for_evaluation()
         net.scale += float(kind == "grown")
-for word in sys.argv[2:]:
-    os.environ["RANK"] == "0" and print("KIND", file=sys.stderr)
-    with Session(f"{sys.argv[1]}/{word.split(':')[0]}", sync="flat", config={"rate": 1.0}) as run:
-        train(word.split(":")[0], run, int(word.split(":")[1]))
+with Session(f"{sys.argv[1]}/{sys.argv[2]}", sync="flat", config={"rate": 1.0}) as run:
+    train(sys.argv[2], run, int(sys.argv[3]))
 """
 NAMED = {
     "moved": {
@@ -213,19 +210,17 @@ def test_a_start_that_resumes_names_the_variables_that_do_not(tmp_path: Path) ->
     (tmp_path / "helper_of_a_script.py").write_text(HELPER)
     for start in range(3):
         runs = {kind: ends[start] for kind, ends in ENDS.items() if len(ends) > start}
-        done = script(2, CODE, tmp_path, *(f"{kind}:{step}" for kind, step in runs.items()))
-        assert done.code == 0, done.output
-        for kind, output in zip(runs, done.output.split("KIND\n")[1:], strict=True):
-            listed = re.findall(r"no checkpoint has them: (.*?)\. Put values", output)
+        for kind, done in zip(runs, scripts(2, CODE, *((tmp_path, *run) for run in runs.items())), strict=True):
+            assert done.code == 0, (kind, start, done.output)
+            listed = re.findall(r"no checkpoint has them: (.*?)\. Put values", done.output)
             names = {name for line in listed for name in re.split(", (?!functions)", line)}
-            names.update(re.findall(r"warning: rank 0: (\w+)\(\) goes over the loop", output))
-            assert names == (NAMED[kind] if start else set()) and "rank 1: " not in output, (kind, start, output)
+            names.update(re.findall(r"warning: rank 0: (\w+)\(\) goes over the loop", done.output))
+            assert names == (NAMED[kind] if start else set()), (kind, start, done.output)
+            assert "rank 1: " not in done.output, (kind, start, done.output)
 
 
 DRAWN = """
-import os, sys, numpy as np, torch, torch.nn.functional as F
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, random_split
-from lockstep import Session
+folder, kind, steps = sys.argv[1:]
 class Rough(torch.optim.SGD):  # an optimizer without a learning rate
     def __init__(self, parameters):
         super().__init__(parameters, lr=0.1)
@@ -234,7 +229,7 @@ class Rough(torch.optim.SGD):  # an optimizer without a learning rate
     def step(self):
         for parameter in self.param_groups[0]["params"]:
             parameter -= 0.1 * parameter.grad
-class Own(torch.utils.data.Dataset):
+class Own(Dataset):
     draws = None
     def __len__(self):
         return 64
@@ -259,45 +254,42 @@ class Shift(torch.nn.Module):
         self.by = torch.zeros(3)
     def forward(self, x):
         return x + self.by
-for kind in sys.argv[3:]:
-    os.environ["RANK"] == "0" and print("KIND", file=sys.stderr)
-    if kind == "drawn":
-        torch.seed(), np.random.seed()  # as in a process that was not forked
-    else:
-        torch.manual_seed(1), np.random.seed(1)
-    table, teacher, mask = torch.randn(4, 4), torch.nn.Linear(4, 3).requires_grad_(False), np.random.rand(4)
-    chosen, _ = random_split(range(64), [48, 16])
-    torch.seed()
-    net = torch.nn.Linear(4, 3)
-    center, total, shift, level, bank, moments, log, meter = torch.zeros(4), 0.0, Shift(), 1, {"a": 0.0}, Moments(), [], Moments()
-    features, accuracy, right, seconds = {}, Accuracy(), 0.0, 0.0
-    with Session(f"{sys.argv[1]}/{kind}", sync="flat") as run:
-        model = run.replicate(net)
-        run.optimizer(Rough)
-        run.keep(first=torch.nn.Linear(1, 1))
-        late = torch.zeros(4)
-        def loss(x, y):
-            global total
-            total += 1.0 + run.rank
-            log.append(total)
-            meter.update(x)
-            features["x"], seen = x.detach(), accuracy(x)
-            assert len(features["x"]) == len(x) and seen
-            values = shift(model(moments.normalize((x - center - late) @ table) * level + bank["a"]))
-            return F.cross_entropy(values, y), {"right": (values.argmax(1) == y).sum(), "few": x.new_tensor(seconds := 0.0)}
-        for epoch in run.epochs(steps=int(sys.argv[2])):
-            data = Own()
-            loader = DataLoader(data, 8, num_workers=1, sampler=DistributedSampler(data, run.size, run.rank, shuffle=False))
-            for x, y in run.iterate(loader) if kind == "loader" else run.batches(data, 16):
-                if kind == "center":
-                    late += x.mean(0)
-                    level, bank["a"] = level + run.rank, bank["a"] + 1.0 + run.rank
-                    moments.update(x)
-                    right, seconds = right + 1.0 + run.rank, 1.0 + run.rank  # the function has a key and a variable of these names
-                    center, shift.by = 0.9 * center + 0.1 * x.mean(0), shift.by + 0.1 * y.float().mean()
-                run.step(loss, x, y, samples=len(y))
-                torch.rand(1)
-    del x, y
+if kind == "drawn":
+    torch.seed(), np.random.seed()  # as in a process that was not forked
+else:
+    torch.manual_seed(1), np.random.seed(1)
+table, teacher, mask = torch.randn(4, 4), torch.nn.Linear(4, 3).requires_grad_(False), np.random.rand(4)
+chosen, _ = torch.utils.data.random_split(range(64), [48, 16])
+torch.seed()
+net = torch.nn.Linear(4, 3)
+center, total, shift, level, bank, moments, log, meter = torch.zeros(4), 0.0, Shift(), 1, {"a": 0.0}, Moments(), [], Moments()
+features, accuracy, right, seconds = {}, Accuracy(), 0.0, 0.0
+with Session(f"{folder}/{kind}", sync="flat") as run:
+    model = run.replicate(net)
+    run.optimizer(Rough)
+    run.keep(first=torch.nn.Linear(1, 1))
+    late = torch.zeros(4)
+    def loss(x, y):
+        global total
+        total += 1.0 + run.rank
+        log.append(total)
+        meter.update(x)
+        features["x"], seen = x.detach(), accuracy(x)
+        assert len(features["x"]) == len(x) and seen
+        values = shift(model(moments.normalize((x - center - late) @ table) * level + bank["a"]))
+        return F.cross_entropy(values, y), {"right": (values.argmax(1) == y).sum(), "few": x.new_tensor(seconds := 0.0)}
+    for epoch in run.epochs(steps=int(steps)):
+        data = Own()
+        loader = DataLoader(data, 8, num_workers=1, sampler=DistributedSampler(data, run.size, run.rank, shuffle=False))
+        for x, y in run.iterate(loader) if kind == "loader" else run.batches(data, 16):
+            if kind == "center":
+                late += x.mean(0)
+                level, bank["a"] = level + run.rank, bank["a"] + 1.0 + run.rank
+                moments.update(x)
+                right, seconds = right + 1.0 + run.rank, 1.0 + run.rank  # the function has a key and a variable of these names
+                center, shift.by = 0.9 * center + 0.1 * x.mean(0), shift.by + 0.1 * y.float().mean()
+            run.step(loss, x, y, samples=len(y))
+            torch.rand(1)
 """
 OF_RANKS = ["rank 1 has other values of the variable table and 2 more than rank 0"]
 OF_STARTS = ["the start before had other values of the variable table and 3 more"]
@@ -326,33 +318,29 @@ def test_what_each_rank_or_start_has_for_itself_is_named(tmp_path: Path, ranks: 
     own mean, which the function of a step reads. A loader draws other batches than those that are skipped. What is seeded, the weights, a
     sum for the eye, and torch's generator are not named. The optimizer has no learning rate."""
     for start, steps in enumerate(("3", "6")):
-        done = script(ranks, DRAWN, tmp_path, steps, *warned)
-        assert done.code == 0, done.output
-        outputs = done.output.split("KIND\n")[1:]
-        for (kind, of_starts), output in zip(warned.items(), outputs, strict=True):
-            lines = [line for line in output.splitlines() if "warning: " in line]
+        ends = scripts(ranks, DRAWN, *((tmp_path, kind, steps) for kind in warned))
+        for (kind, of_starts), done in zip(warned.items(), ends, strict=True):
+            assert done.code == 0, (kind, done.output)
+            lines = [line for line in done.output.splitlines() if "warning: " in line]
             warnings = [line for line in lines if "no checkpoint has them: total, log, " not in line]
             assert len(warnings) == len(of_starts[start]), (kind, warnings)
             for words in of_starts[start]:
-                assert any(words in line for line in warnings), (kind, output)
+                assert any(words in line for line in warnings), (kind, done.output)
 
 
 UNEVEN = """
-import sys, torch
-from lockstep import Session
-data = torch.utils.data.TensorDataset(torch.randn(46, 4, generator=torch.Generator().manual_seed(1)))
-for kind in ("function", "loss"):
-    with Session(f"{sys.argv[1]}/{kind}", sync="flat") as run:
-        model = run.replicate(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5)))
-        run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
-        for _ in run.epochs(1):
-            for (x,) in run.batches(data, 23, uneven="weight"):
-                loss = lambda x: model(x).square().mean()
-                run.step(loss, x) if kind == "function" else run.step(loss(x))
+run_dir, kind = sys.argv[1:]
+with Session(run_dir, sync="flat") as run:
+    model = replicated(run, torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5)))
+    for _ in run.epochs(1):
+        for x in run.batches(torch.randn(46, 4, generator=torch.Generator().manual_seed(1)), 23, uneven="weight"):
+            loss = lambda x: model(x).square().mean()
+            run.step(loss, x) if kind == "function" else run.step(loss(x))
 """
 
 
 def test_generators_that_draw_for_other_numbers_of_samples_are_named(tmp_path: Path) -> None:
     """Dropout draws for 12 samples on one rank and for 11 on the other, so all later draws differ. A function draws apart."""
-    done = script(2, UNEVEN, tmp_path)
-    assert done.code == 0 and done.output.count("torch's generator has drawn other numbers on rank 1") == 1, done.output
+    ends = scripts(2, UNEVEN, *((tmp_path / kind, kind) for kind in ("function", "loss")))
+    named = [done.output.count("torch's generator has drawn other numbers on rank 1") for done in ends]
+    assert [done.code for done in ends] == [0, 0] and named == [0, 1], ends

@@ -14,12 +14,7 @@ QUIET, MOST, PACE, DELAY, SAMPLES = 15, 600, 0.2, 0.3, 4
 Samples of a rank. Ten seconds of steps are needed, and enough steps to distinguish the rank's slowness from a busy machine's. So the run
 ends when the rank is named."""
 JOB = f"""
-import sys, time
-from pathlib import Path
-import torch
-from lockstep import Session
-
-class Samples(torch.utils.data.Dataset):
+class Samples(Dataset):
     given = 0
     def __len__(self):
         return 2 * {SAMPLES} * {MOST}
@@ -30,15 +25,14 @@ class Samples(torch.utils.data.Dataset):
         return torch.ones(4)
 
 with Session(sys.argv[1], "log.every=1", sync="exact") as run:
-    model = run.replicate(torch.nn.Linear(4, 1))
-    run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.01))
+    model = replicated(run)
     for _ in run.epochs(1):
         for x in run.batches(Samples(), 2 * {SAMPLES}):
             def loss(x):
                 time.sleep({PACE} / {SAMPLES} * len(x))
                 return model(x).mean()
             run.step(loss, x)
-            if run.steps % 5 == 0 and run.sum(float('"slow_rank"' in Path(sys.argv[1], "events.jsonl").read_text()))[0]:
+            if run.steps % 5 == 0 and run.sum(float('"slow_rank"' in pathlib.Path(sys.argv[1], "events.jsonl").read_text()))[0]:
                 break
 """
 

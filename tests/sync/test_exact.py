@@ -129,10 +129,6 @@ def test_the_number_of_ranks_may_change_at_any_step(
 
 
 REFERENCE = """
-import sys, torch, torch.nn.functional as F
-from torch import nn
-from lockstep import Session
-
 def net():
     torch.manual_seed(0)
     return nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(96, 5))
@@ -143,7 +139,7 @@ with Session(run_dir, sync={"name": "exact", "options": {"parts": 6}}, config={}
     model = run.replicate(net())
     run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
     for epoch in run.epochs(1):
-        for x, y in run.batches(torch.utils.data.TensorDataset(images, labels), 20, shuffle=False, uneven="weight"):
+        for x, y in run.batches(TensorDataset(images, labels), 20, shuffle=False, uneven="weight"):
             run.step(lambda x, y: F.cross_entropy(model(x), y), x, y)
     ours = {name: value.clone() for name, value in model.state_dict().items()}
 
@@ -226,9 +222,6 @@ def test_settings_that_depend_on_the_ranks_or_the_start_are_refused(
 
 
 HABITS = """
-import random, sys, numpy as np, torch
-from torch import nn
-from lockstep import Session
 run_dir, how, net = sys.argv[1:]
 generator = np.random.default_rng(0)
 def collate(samples):
@@ -237,8 +230,7 @@ def collate(samples):
 draws = {"numpy": lambda: np.random.rand(), "python": random.random, "torch": lambda: torch.randn(1), "one batch": lambda: torch.randn(1)}
 with Session(run_dir, sync="exact", config={}) as run:
     net = eval(net)
-    model = run.replicate(net)
-    run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    model = replicated(run, net)
     def loss(x):
         if how == "clamp":
             with torch.no_grad():
@@ -293,10 +285,7 @@ def test_what_would_depend_on_the_ranks_is_refused_or_warned_of(tmp_path: Path) 
 
 
 HIDDEN = """
-import sys, torch
 import torch.distributed as dist
-from torch import nn
-from lockstep import Session
 run_dir, how = sys.argv[1:]
 class Net(nn.Module):
     passes, mean, first, last = 0, None, None, None
@@ -322,8 +311,7 @@ class Net(nn.Module):
         return y
 table = torch.arange(12.0).view(-1, 1)
 with Session(run_dir, "log.weights_every=1", "checkpoint.every_steps=4", sync="exact", config={}) as run:
-    net = run.replicate(Net())
-    run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    net = replicated(run, Net())
     def loss(x, *more):
         if how == "backward":
             net(x).square().mean().backward()
@@ -358,10 +346,6 @@ def test_a_function_of_more_than_its_samples_is_refused_by_name(tmp_path: Path, 
 
 
 UNFROZEN = """
-import sys, torch
-import torch.nn.functional as F
-from torch import nn
-from lockstep import Session
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
@@ -371,8 +355,7 @@ class Net(nn.Module):
 with Session(sys.argv[1], "log.weights_every=1", sync="exact", config={}) as run:
     net = Net()
     net.head.requires_grad_(False)
-    model = run.replicate(net)
-    run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    model = replicated(run, net)
     for epoch in run.epochs(2):
         net.head.requires_grad_(epoch == 1)
         for x in run.batches(torch.arange(120).view(30, 4) * 7 % 9, 14, uneven="weight"):
@@ -390,10 +373,6 @@ def test_layers_may_be_unfrozen_rows_be_sparse_and_the_function_knows_its_sample
 
 
 SHUFFLED = """
-import os, signal, sys, torch
-import torch.nn.functional as F
-from torch import nn
-from lockstep import Session
 from tests.processes import poll
 x, y = torch.randn(50, 8, generator=torch.Generator().manual_seed(1)), torch.arange(50) % 4
 with Session(sys.argv[1], "log.weights_every=1", sync="exact", config={}) as run:
@@ -421,10 +400,6 @@ def test_what_an_epoch_draws_at_its_start_is_drawn_again_where_the_run_left_ther
 
 
 SLICED = """
-import sys, torch
-from torch import nn
-from lockstep import Session
-
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
@@ -435,8 +410,7 @@ class Net(nn.Module):
 x = torch.linspace(-1, 1, 120).view(12, 10)
 run_dir, name = sys.argv[1:]
 with Session(run_dir, sync=name, config={}) as run:
-    model = run.replicate(Net())
-    run.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    model = replicated(run, Net())
     for epoch in run.epochs(1):
         for batch in run.batches(x, 12, shuffle=False):
             run.step(model, batch)
