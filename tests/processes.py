@@ -62,6 +62,17 @@ def processes() -> Iterator[tuple[int, str, int, int]]:
                 yield int(entry), fields[0], int(fields[1]), int(fields[3])
 
 
+def state_of(pid: int) -> str:
+    """Returns the state of a process, such as T of a stopped one; "": it is gone."""
+    return next((state for one, state, *_ in processes() if one == pid), "")
+
+
+def handles_term(pid: int, how: str) -> bool:
+    """Returns whether a process blocks (`SigBlk`) or catches (`SigCgt`) SIGTERM."""
+    mask = re.search(rf"^{how}:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.M)
+    return mask is not None and bool(int(mask[1], 16) >> (signal.SIGTERM - 1) & 1)
+
+
 def inside(folder: Path) -> list[int]:
     """Returns the processes whose current folder it is."""
     pids = []

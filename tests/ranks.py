@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import tempfile
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests import product
-from tests.processes import PYTHON, ROOT, Result, run
+from tests.processes import PYTHON, ROOT, Result, require, run
 from tests.warm.gang import Gang, python, running
 
 
@@ -36,8 +37,18 @@ def launching(
     *words: str, env: dict[str, str] | None = None, cwd: Path = ROOT, namespace: str = ""
 ) -> contextlib.AbstractContextManager[Gang]:
     """`launch WORDS`: a launcher and ranks that are forked, in a network namespace of that name."""
+    require(hasattr(os, "pidfd_open") or "--live" not in words, "`launch --live` needs Linux")
     program = ["-c", _INSIDE, namespace] if namespace else ["-m", "tests.warm.launcher"]
     return running([[*program, "launch", *words]], env, cwd=cwd)
+
+
+def of_node(number: int, rendezvous: str, ranks: int = 1, nodes: int = 2) -> list[str]:
+    """Returns the options of a launcher of several nodes. The first serves at the rendezvous, each other is at the next address."""
+    network, _, first = rendezvous.partition(":")[0].rpartition(".")
+    return [
+        "--ranks", str(ranks), "--nodes", str(nodes), "--rendezvous", rendezvous,
+        "--address", f"{network}.{int(first) + number}", "--no-serve" if number else "--serve",
+    ]  # fmt: skip
 
 
 def live(

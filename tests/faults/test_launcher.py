@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import threading
 import time
@@ -14,17 +13,7 @@ import pytest
 
 from tests.conftest import Undisturbed
 from tests.events import assert_adds_up, events, status_of
-from tests.processes import (
-    LAUNCH,
-    PYTHON,
-    ROOT,
-    Result,
-    clean_env,
-    inside,
-    poll,
-    run,
-    started,
-)
+from tests.processes import LAUNCH, PYTHON, ROOT, Result, clean_env, handles_term, inside, poll, run, started
 from tests.runs import Job, assert_same
 from tests.warm.gang import python, running
 
@@ -200,11 +189,6 @@ def test_any_program_gets_its_words_as_they_are_written_and_its_lines_a_prefix()
     assert result.code == 0 and sorted(result.output.splitlines()) == expected, result.output
 
 
-def _blocks_term(pid: int) -> bool:
-    mask = re.search(r"^SigBlk:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.M)
-    return mask is not None and bool(int(mask[1], 16) >> (signal.SIGTERM - 1) & 1)
-
-
 @pytest.mark.promise("signals")
 def test_a_signal_before_the_launcher_is_ready_is_not_lost(job: Job) -> None:
     """The signal comes while the launcher imports torch. As root it is PID 1 of a container, where the kernel drops signals without a
@@ -220,7 +204,7 @@ def test_a_signal_before_the_launcher_is_ready_is_not_lost(job: Job) -> None:
             """`unshare` blocks TERM, too, until it has become our program."""
             pid = launcher()
             program = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0] if pid else b""
-            return program == PYTHON.encode() and _blocks_term(pid)
+            return program == PYTHON.encode() and handles_term(pid, "SigBlk")
 
         poll(importing, what="a launcher that imports torch")
         os.kill(launcher(), signal.SIGTERM)

@@ -14,7 +14,7 @@ import pytest
 from tests.conftest import Undisturbed
 from tests.events import events
 from tests.processes import kill_inside, poll, require
-from tests.ranks import launching
+from tests.ranks import launching, of_node
 from tests.runs import Job, assert_same
 from tests.warm.gang import Gang
 
@@ -25,10 +25,7 @@ def _node(job: Job, number: int, namespace: str, **fate: str) -> contextlib.Abst
     """One launcher, inside a network namespace."""
     folder = job.run_dir.with_name(f"node-{number}")
     folder.mkdir(exist_ok=True)
-    words = [
-        "--ranks", "1", "--nodes", "2", "--max-restarts", "5", "--rendezvous", "10.213.0.1:29401",
-        "--serve" if number == 0 else "--no-serve", "--address", f"10.213.0.{number + 1}", "--grace", "10", *job.words,
-    ]  # fmt: skip
+    words = [*of_node(number, "10.213.0.1:29401"), "--max-restarts", "5", "--grace", "10", *job.words]
     return launching(*words, env=job.env(**fate, GLOO_SOCKET_IFNAME=f"ls{number}"), cwd=folder, namespace=namespace)
 
 

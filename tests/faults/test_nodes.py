@@ -6,7 +6,6 @@ import contextlib
 import json
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +15,8 @@ from torch.distributed import TCPStore
 
 from tests.events import assert_adds_up, status_of
 from tests.processes import PYTHON, clean_env, free_port, poll
-from tests.warm.gang import python
-from tests.warm.process import start
+from tests.ranks import of_node
+from tests.warm.gang import Gang, python, running
 
 pytestmark = pytest.mark.promise("nodes")
 
@@ -27,27 +26,19 @@ WAIT = "while ! test -e go; do sleep 0.05; done; "
 class Node:
     """A forked launcher with one rank. `test_launcher` has the tests of a launcher's start."""
 
-    def __init__(self, words: list[str], env: dict[str, str]) -> None:
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - `close` closes it
-        self.process = start(words, env, self._output.fileno())
-        self.send_signal = self.process.send_signal
+    def __init__(self, gang: Gang) -> None:
+        self.gang, self.send_signal = gang, gang.send_signal
 
     def ends(self, seconds: float = 240) -> tuple[int, str]:
         """Returns the exit code and the output."""
-        code = self.process.wait(seconds)
-        self._output.seek(0)
-        output = self._output.read().decode()
-        assert "Traceback" not in output, output
-        return code, output
+        done = self.gang.wait(seconds)
+        assert "Traceback" not in done.output, done.output
+        return done.code, done.output
 
     def waits(self, seconds: float = 1) -> None:
         """Asserts that the launcher still runs after so many seconds."""
         with pytest.raises(subprocess.TimeoutExpired):
-            self.process.wait(seconds)
-
-    def close(self) -> None:
-        self.process.end()
-        self._output.close()
+            self.gang.processes[0].wait(seconds)
 
 
 class Nodes:
@@ -71,15 +62,11 @@ class Nodes:
             forked: the rank is forked, too.
         """
         words = [
-            "-m", "tests.warm.launcher" if forked else "lockstep.training", "launch", "--ranks", "1", "--nodes", "2", "--rendezvous",
-            f"127.0.0.2:{self.port}", "--address", f"127.0.0.{number + 2}", "--serve" if number == 0 else "--no-serve", "--grace", "30",
-            *self.flags, *flags, "--", *program,
+            "-m", "tests.warm.launcher" if forked else "lockstep.training", "launch", *of_node(number, f"127.0.0.2:{self.port}"),
+            "--grace", "30", *self.flags, *flags, "--", *program,
         ]  # fmt: skip
-        node = Node(words, clean_env(LOCKSTEP_SECRET=secret))
-        try:
-            yield node
-        finally:
-            node.close()
+        with running([words], clean_env(LOCKSTEP_SECRET=secret)) as gang:
+            yield Node(gang)
 
     @contextlib.contextmanager
     def both(self, first_program: str, second_program: str) -> Iterator[tuple[Node, Node]]:

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from tests.conftest import Undisturbed
 from tests.faults.test_open_doors import _listening
-from tests.processes import PYTHON, ROOT, assert_none_inside, clean_env, free_port, inside, poll, require
-from tests.ranks import launching
+from tests.processes import PYTHON, ROOT, assert_none_inside, clean_env, free_port, inside, poll, require, run
+from tests.ranks import launching, of_node
 from tests.runs import Job, assert_same
 
 pytestmark = pytest.mark.promise("other-users")
@@ -144,12 +144,8 @@ def marker(tmp_path: Path) -> Path:
 
 
 def _two_nodes() -> list[list[str]]:
-    port = free_port()
-    return [
-        ["--ranks", "1", "--nodes", "2", "--rendezvous", f"127.0.0.2:{port}", "--address", f"127.0.0.{number + 2}",
-         "--serve" if number == 0 else "--no-serve", "--grace", "10", "--join-timeout", "20"]
-        for number in range(2)
-    ]  # fmt: skip
+    place = f"127.0.0.2:{free_port()}"
+    return [[*of_node(number, place), "--grace", "10", "--join-timeout", "20"] for number in range(2)]
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["while it trains", "from the start"])
@@ -202,8 +198,6 @@ def test_an_address_that_another_user_wrote_into_the_store_is_one_line(job: Job)
     store.set("default_pg/0/0/0//cpu//0/1", b"9" * 5000)
     ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     env = job.env(**ranks, MASTER_PORT=str(store.port), TORCHELASTIC_USE_AGENT_STORE="True")
-    result = subprocess.run(
-        [PYTHON, "-m", "lockstep.training", *job.words], env=env, cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
-    assert result.returncode == 1 and "error: the ranks could not start together" in result.stderr, result.stderr
-    assert "Traceback" not in result.stderr, result.stderr
+    result = run([PYTHON, *job.program, *job.words], env, 120)
+    assert result.code == 1 and "error: the ranks could not start together" in result.output, result.output
+    assert "Traceback" not in result.output, result.output

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.conftest import Undisturbed
 from tests.events import assert_adds_up, status_of
-from tests.processes import assert_none_inside, poll, started
+from tests.processes import assert_none_inside, handles_term, poll, started, state_of
 from tests.runs import FINAL, Job, assert_same
 from tests.warm.gang import python
 
@@ -75,7 +74,7 @@ def test_a_signal_during_start_up(job: Job, undisturbed: Undisturbed, dies: bool
         poll(lambda: job.rank_pid(0) and job.rank_pid(1), what="two ranks")
         if dies:
             os.kill(job.rank_pid(1), signal.SIGSTOP)
-            poll(lambda: _imported(job.rank_pid(0)), what="torch in rank 0")
+            poll(lambda: handles_term(job.rank_pid(0), "SigCgt"), what="torch in rank 0")
         launcher.send_signal(signal.SIGTERM)
         if dies:
             os.kill(job.rank_pid(1), signal.SIGKILL)
@@ -84,12 +83,6 @@ def test_a_signal_during_start_up(job: Job, undisturbed: Undisturbed, dies: bool
     # The launcher kills a rank without the signal when the grace is over: that is 1.
     assert launcher.returncode == 75 and "Traceback" not in output and "[c10d]" not in output, output
     _continue(job, undisturbed)
-
-
-def _imported(pid: int) -> bool:
-    """Returns whether a rank catches TERM by now."""
-    caught = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt:"))
-    return bool(int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
 
 
 def test_a_signal_in_the_last_moments_changes_nothing(job: Job) -> None:
@@ -118,7 +111,7 @@ def test_a_disk_that_hangs_keeps_no_rank_longer_than_its_grace(job: Job, undistu
 def test_a_second_signal_leaves_at_once_without_damage(job: Job, undisturbed: Undisturbed) -> None:
     """The rank is stopped, so that its first signal cannot be acted on; the second one, later, ends it."""
     with job.started(LOCKSTEP_TEST_FATE="1:9:STOP") as gang:
-        poll(lambda: _stopped(gang.rank_pid(1)), what="the stop of rank 1")
+        poll(lambda: state_of(gang.rank_pid(1)) == "T", what="the stop of rank 1")
         first = gang.processes[0]
         first.send_signal(signal.SIGTERM)
         began = time.monotonic()
@@ -129,7 +122,3 @@ def test_a_second_signal_leaves_at_once_without_damage(job: Job, undisturbed: Un
     last = (job.run_dir / "metrics/rank-00000.prom").read_text().splitlines()
     assert [line.split()[-1] for line in last if line.startswith("training_finished{")] == ["1.0"]
     _continue(job, undisturbed)
-
-
-def _stopped(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"

@@ -19,10 +19,12 @@ import torch
 
 from tests import product
 from tests.events import assert_adds_up, status_of, summary_of, weights_digest
-from tests.processes import PYTHON, ROOT, assert_none_inside, poll, ranks_of, require
+from tests.processes import PYTHON, ROOT, assert_none_inside, poll, ranks_of
 from tests.ranks import live
 from tests.warm.gang import python
 from tests.warm.process import Process
+
+pytestmark = pytest.mark.promise("survivors")
 
 CALLS = """
 import json, os, signal, sys, time
@@ -192,9 +194,7 @@ def check(tmp_path: Path, seed: int, kind: str, replaced: bool = False, losses: 
     assert len(signals) >= losses and len(lost) >= losses // 2, report
 
 
-@pytest.mark.promise("survivors")
 def test_a_rank_that_has_missed_a_result_gets_it_from_one_that_has_it(tmp_path: Path) -> None:
-    require(hasattr(os, "pidfd_open"), "needs Linux")
     with live("--no-prefix", "--ranks", "3", "--max-restarts", "0", "--", PYTHON, "-c", CALLS) as gang:
         done = gang.wait(BOUND)
     assert done.code == 0, done.output
@@ -203,7 +203,6 @@ def test_a_rank_that_has_missed_a_result_gets_it_from_one_that_has_it(tmp_path: 
     assert reports == [[0, 111.0, 1, 2.0, [[how, 0, 2]]], [1, 111.0, 1, 2.0, [[how, 1, 2]]]], done.output
 
 
-@pytest.mark.promise("survivors")
 @pytest.mark.parametrize(
     ("kind", "ranks", "why"),
     [
@@ -215,7 +214,6 @@ def test_a_rank_that_has_missed_a_result_gets_it_from_one_that_has_it(tmp_path: 
 def test_what_cannot_be_taken_again_is_one_restart_with_a_reason(
     kind: str, ranks: int, why: str, tmp_path: Path
 ) -> None:
-    require(hasattr(os, "pidfd_open"), "needs Linux")
     alone = python(str(JOB), str(tmp_path / "alone"), kind, timeout=BOUND)
     words = command(tmp_path / "live", kind, f"config.victim={ranks - 1}", restarts=1, ranks=ranks)
     with live(*words) as gang:
@@ -227,7 +225,7 @@ def test_what_cannot_be_taken_again_is_one_restart_with_a_reason(
     assert (summary["weights_sha256"], summary["restarts"]) == (expected["weights_sha256"], 1)
 
 
-@pytest.mark.promise("survivors", "bad-input")
+@pytest.mark.promise("bad-input")
 @pytest.mark.parametrize(
     ("kind", "word", "why"),
     [
@@ -242,11 +240,9 @@ def test_a_run_that_could_not_continue_is_refused(kind: str, word: str, why: str
     assert done.code == 2 and done.output.count(why) == 1 and "Traceback" not in done.output, done.output
 
 
-@pytest.mark.promise("survivors")
 def test_a_signal_to_one_rank_has_it_replaced_and_one_to_the_launcher_saves_the_run(tmp_path: Path) -> None:
     """Rank 0 gets a signal, and is replaced. Rank 1 is killed, and is not. The launcher gets a signal: the others save, and the run
     resumes to the same weights."""
-    require(hasattr(os, "pidfd_open"), "needs Linux")
     run_dir, slow, expected = tmp_path / "run", tmp_path / "slow", undisturbed("net")
     slow.touch()
     with live(*command(run_dir, "net", restarts=1)) as gang:
@@ -272,11 +268,9 @@ def test_a_signal_to_one_rank_has_it_replaced_and_one_to_the_launcher_saves_the_
     assert hashes(run_dir) == expected
 
 
-@pytest.mark.promise("survivors")
 def test_a_script_may_have_several_sessions(tmp_path: Path) -> None:
     """After a loss in the first Session all ranks start again, as the second would wait for the lost rank. A loss in the second is
     survived; no replacement joins it."""
-    require(hasattr(os, "pidfd_open"), "needs Linux")
     alone = python(str(JOB), str(tmp_path / "alone"), "twice", timeout=BOUND)
     assert alone.code == 0, alone.output
     for lose in ("one", "two"):
@@ -291,10 +285,8 @@ def test_a_script_may_have_several_sessions(tmp_path: Path) -> None:
         assert not [event for event in readable(tmp_path / f"lose-{lose}/two") if event["event"] == "rank_joined"]
 
 
-@pytest.mark.promise("survivors")
 def test_a_step_that_is_thrown_away_has_left_no_trace(tmp_path: Path) -> None:
     """Rank 2 is lost in the fourth step. The checkpoint after that step equals, value by value, that of a run without a loss."""
-    require(hasattr(os, "pidfd_open"), "needs Linux")
     checkpoints = []
     for lose in ("false", "true"):
         run_dir = tmp_path / lose / "run"
@@ -329,17 +321,13 @@ def assert_equal(left: Any, right: Any, place: str) -> None:
 KINDS = ("net", "float16", "gan", "net", "part")
 
 
-@pytest.mark.promise("survivors")
 @pytest.mark.parametrize("seed", [0, 1, 4])
 def test_any_rank_may_be_lost_at_any_moment(seed: int, tmp_path: Path) -> None:
-    require(hasattr(os, "pidfd_open"), "needs Linux")
     check(tmp_path, seed, KINDS[seed % 5])
 
 
-@pytest.mark.promise("survivors")
 @pytest.mark.parametrize("seed", [2])
 def test_a_lost_rank_is_replaced(seed: int, tmp_path: Path) -> None:
-    require(hasattr(os, "pidfd_open"), "needs Linux")
     check(tmp_path, seed, KINDS[seed % 5], replaced=True)
 
 

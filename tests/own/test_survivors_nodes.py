@@ -18,7 +18,7 @@ from tests.events import status_of, weights_digest
 from tests.faults.test_launcher_nodes import two_namespaces
 from tests.own.test_survivors import BOUND, JOB, hashes, undisturbed
 from tests.processes import PYTHON, assert_none_inside, clean_env, kill_inside, poll, ranks_of
-from tests.ranks import live
+from tests.ranks import live, of_node
 
 LOST_SECONDS = 4
 _OF_RANKS = {"kill": signal.SIGKILL, "term rank": signal.SIGTERM}
@@ -32,8 +32,7 @@ class Node:
         self.number, self.namespace = number, namespace
         self.folder = Path(tempfile.mkdtemp(dir=run_dir.parent))
         words = [
-            "--ranks", "2", "--nodes", "2", "--rendezvous", "10.213.0.1:29500", "--serve" if number == 0 else "--no-serve",
-            "--address", f"10.213.0.{number + 1}", "--lost-seconds", str(LOST_SECONDS), "--max-restarts", "50", "--grace", "30",
+            *of_node(number, "10.213.0.1:29500", ranks=2), "--lost-seconds", str(LOST_SECONDS), "--max-restarts", "50", "--grace", "30",
             "--", PYTHON, "-u", str(JOB), str(run_dir), "net", f"config.times={times}",
         ]  # fmt: skip
         env = clean_env(LOCKSTEP_SECRET="ours", GLOO_SOCKET_IFNAME=f"ls{number}")

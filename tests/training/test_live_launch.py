@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
-from tests.processes import PYTHON, ROOT, assert_none_inside, clean_env, inside, kill_inside, poll, processes
+from tests.processes import PYTHON, ROOT, assert_none_inside, clean_env, inside, kill_inside, poll, state_of
 from tests.warm.gang import Gang, python, running
 
 RANK = """
@@ -69,7 +69,9 @@ class Live:
         remain: list[int] = json.loads(self.store.get(key))
         lost = set(range(self._ranks)) - set(remain)
         gone = [pid for rank in lost for pid in self.begun[rank]]
-        poll(lambda: not any(_state(pid) not in ("", "Z") for pid in gone), what="the end of the lost ranks' processes")
+        poll(
+            lambda: not any(state_of(pid) not in ("", "Z") for pid in gone), what="the end of the lost ranks' processes"
+        )
         assert self.store.check([f"lockstep/ended/{rank}" for rank in lost])
         return remain
 
@@ -101,10 +103,6 @@ def live(folder: Path, ranks: int, *flags: str, program: str = RANK) -> Iterator
             kill_inside(folder)
 
 
-def _state(pid: int) -> str:
-    return next((state for one, state, _, _ in processes() if one == pid), "")
-
-
 KILLED = "ended by SIGKILL, by hand or because the memory was used up"
 
 
@@ -117,9 +115,9 @@ def test_the_others_learn_which_ranks_remain(tmp_path: Path) -> None:
             assert rank not in job.remaining(generation)
             assert job.store.get(f"lockstep/ended/{rank}").decode() == KILLED
         os.kill(job.launcher, signal.SIGSTOP)
-        poll(lambda: _state(job.launcher) == "T", what="a launcher that stands")
+        poll(lambda: state_of(job.launcher) == "T", what="a launcher that stands")
         job.kill(1, 5)
-        poll(lambda: {_state(job.begun[rank][0]) for rank in (1, 5)} == {"Z"}, what="the end of two ranks")
+        poll(lambda: {state_of(job.begun[rank][0]) for rank in (1, 5)} == {"Z"}, what="the end of two ranks")
         os.kill(job.launcher, signal.SIGCONT)
         assert job.remaining(4) == [3]
         job.end(3)
@@ -145,7 +143,7 @@ def test_if_none_can_continue_all_start_again_as_often_as_they_may(why: str, tmp
             job.begin(start, ready=why != "late")
             if why == "over":
                 job.end(0)
-                poll(lambda: not _state(job.begun[0][0]), what="the end of rank 0")
+                poll(lambda: not state_of(job.begun[0][0]), what="the end of rank 0")
             if why == "code":
                 job.end(1, code=9)
             else:

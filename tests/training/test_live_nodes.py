@@ -18,8 +18,9 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
-from tests.processes import PYTHON, ROOT, assert_none_inside, clean_env, free_port, kill_inside, poll
-from tests.training.test_live_launch import KILLED, RANK, _state
+from tests.processes import PYTHON, ROOT, assert_none_inside, clean_env, free_port, kill_inside, poll, state_of
+from tests.ranks import of_node
+from tests.training.test_live_launch import KILLED, RANK
 from tests.warm.gang import Gang, running
 
 pytestmark = pytest.mark.promise("survivors")
@@ -55,9 +56,8 @@ class Nodes:
     def node(self, number: int) -> Iterator[Node]:
         own = Path(tempfile.mkdtemp(dir=self.folder))
         words = [
-            "-m", "lockstep.training", "launch", "--live", "--ranks", "2", "--nodes", str(self.nodes), "--grace", "5",
-            "--rendezvous", f"127.0.0.2:{self.port}", "--address", f"127.0.0.{number + 2}",
-            "--serve" if number == 0 else "--no-serve", "--lost-seconds", str(LOST_SECONDS), *self.flags,
+            "-m", "lockstep.training", "launch", "--live", *of_node(number, f"127.0.0.2:{self.port}", 2, self.nodes),
+            "--grace", "5", "--lost-seconds", str(LOST_SECONDS), *self.flags,
             "--", PYTHON, "-S", "-X", "utf8", "-c", RANK.replace("['LOCKSTEP_RESTARTS']", "['TORCHELASTIC_RESTART_COUNT'] + '.' + "
             "os.environ.get('LOCKSTEP_REPLACEMENT', '0')"), str(self.folder),
         ]  # fmt: skip
@@ -145,12 +145,12 @@ def test_a_node_is_lost_and_another_one_takes_its_seat(how: str, tmp_path: Path)
         if how == "term":
             assert second.wait()[0] == 75
         elif how == "stop":
-            assert {_state(pid) for pid in pids[2:]} <= {"S", "R"}
+            assert {state_of(pid) for pid in pids[2:]} <= {"S", "R"}
             second.signal(signal.SIGCONT)  # it has lost its slot, and joins again
         with job.node(1) if how != "stop" else contextlib.nullcontext(second) as again:
             for rank, replacement in ((2, 1), (3, 2)):
                 job.begun(rank, replacement=replacement)
-            poll(lambda: not any(map(_state, pids[2:])), what="the end of those that were lost")
+            poll(lambda: not any(map(state_of, pids[2:])), what="the end of those that were lost")
             assert job.remaining(job.admit(1, 2)) == [0, 1, 2, 3]
             job.end(0, 1)
             job.end(2, replacement=1)
