@@ -212,6 +212,9 @@ WRONG = {
     "an extra state that no checkpoint holds": (
         "L = type('L', (torch.nn.Linear,), {'get_extra_state': lambda _: {'at': 1j}, 'set_extra_state': print}); "
         "run.replicate(torch.nn.Sequential(L(1, 1)))", "TypeError", "0.get_extra_state()/at: "),
+    "a summary before there is an optimizer": (
+        "run.summary['size'] = sum(p.numel() for p in run.replicate(torch.nn.Linear(1, 1)).parameters())",
+        "RuntimeError", "call run.optimizer(…) before"),
     "a model in TorchScript": (
         "run.replicate(torch.jit.trace(torch.nn.Linear(1, 1), torch.ones(1)))", "TypeError", "make TorchScript of the trained one"),
     "the sum of a tensor": ("make(run); run.sum(torch.ones(2))", "TypeError", "sum(run.gather(tensor))"),
@@ -230,6 +233,7 @@ def test_arguments_that_cannot_be_meant_are_refused(tmp_path: Path) -> None:
 
 
 AWAY = """
+import contextlib
 from lockstep.training.contract import UserError
 for begins in (False, True):
     with contextlib.suppress(SystemExit), Session(f"{sys.argv[1]}/{begins}") as run:
@@ -243,7 +247,7 @@ for begins in (False, True):
 @pytest.mark.parametrize("code", [1, 2])
 def test_status_json_has_the_exit_code_of_an_error(tmp_path: Path, code: int) -> None:
     """Backends trust it above the exit code. With 1 another start may help, before the loop begins and after it."""
-    done = script(1, f"import contextlib\n{SCRIPT}{AWAY}", tmp_path, str(code))
+    done = script(1, AWAY, tmp_path, str(code))
     assert done.code == 0, done.output
     assert [status_of(tmp_path / str(begins))["code"] for begins in (False, True)] == [code, code]
 

@@ -92,11 +92,19 @@ def main(kind):
             losses = each(x, y)
             advantages = (losses.detach() - losses.detach().mean()) / losses.detach().std()
             return (advantages * (losses.detach() - losses).exp()).mean()
+        def pairs(x, y):  # of two views that follow one another in a batch
+            first, second = F.normalize(model(x), dim=1).chunk(2)
+            return -(first * second.detach()).sum(1).mean()
+        def tamed(x, y):  # a layer's gradient is clamped
+            out = model(x)
+            out.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+            return F.cross_entropy(out, y)
         def surrogate(x, y):  # its value does not depend on what dropout draws, and its gradient does
             losses = each(x, y)
             return (y * (losses.detach() - losses).exp()).mean()
         functions = {
-            "surrogate": surrogate, "outside": lambda x, y: F.cross_entropy(x, y), "aux": aux, "scaled": scaled, "whitened": whitened,
+            "surrogate": surrogate, "pairs": pairs, "tamed": tamed, "aux": aux, "scaled": scaled, "whitened": whitened,
+            "outside": lambda x, y: F.cross_entropy(x, y),
             "steep": lambda x, y: each(x, y).mean() * torch.autograd.grad(each(x, y).mean(), net[4].weight)[0].norm(),
             "penalized": penalized,
             "top": lambda x, y: each(x, y).topk(len(x) // 3).values.mean(),
@@ -123,12 +131,13 @@ main(kind)
 NO_MEAN, STATE = "the loss of a batch is not the mean over its samples", "the function of a step carries a state"
 NO_MEAN_GRADIENT = "the gradient of a batch is not the mean over its samples"
 NAMED = {
-    **dict.fromkeys(("top", "constant", "root", "across", "tokens", "steep", "aux"), NO_MEAN),
+    **dict.fromkeys(("top", "constant", "root", "across", "tokens", "steep", "aux", "pairs"), NO_MEAN),
     **dict.fromkeys(("hidden", "floats", "written"), STATE), **dict.fromkeys(("scaled", "whitened"), NO_MEAN_GRADIENT),
 }  # fmt: skip
 RIGHT = (
     "outside",
     "surrogate",
+    "tamed",
     "plain",
     "penalized",
     "metrics",

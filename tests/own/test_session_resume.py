@@ -119,6 +119,11 @@ class Once:  # its state is loaded once, and a caller may hold it
     def load_state_dict(self, state):
         assert not self.loaded
         self.loaded, self.centre = True, state["centre"]
+def leave(run):
+    os.kill(os.getpid(), signal.SIGTERM)
+    for _ in range(1000):  # a thread takes the signal
+        run.boundary()
+        time.sleep(0.001)
 def start(name, steps, ends=-1, every=0):
     with Session(f"{sys.argv[1]}/{name}", f"sync.name={sys.argv[2]}", f"checkpoint.every_steps={every}") as run:
         torch.manual_seed(0)
@@ -142,10 +147,7 @@ def start(name, steps, ends=-1, every=0):
                 optimizer.state.clear()
                 torch._foreach_mul_([p.data for p in net[2].parameters()], 0.5)
             if epoch == ends:
-                os.kill(os.getpid(), signal.SIGTERM)
-                for _ in range(1000):  # a thread takes the signal
-                    run.boundary()
-                    time.sleep(0.001)
+                leave(run)
             if epoch == 2:
                 net[1].eval()
                 for parameter in net[2].parameters():
@@ -159,12 +161,23 @@ def start(name, steps, ends=-1, every=0):
                 centre.add_(0.01)
                 optimizer.state["seen"] = optimizer.state.get("seen", 0) + 1
                 steps_done.append(run.steps)
+            if epoch == 0:
+                kept.tau *= 0.95
+                once.centre.add_(0.5)
+                net.scale.mul_(0.9)
+                run.values["tau"] *= 0.8
+                optimizer.param_groups[0]["momentum"] *= 0.95
+                torch._foreach_mul_([p.data for p in net[2].parameters()], 0.5)
+                if ends == "after":
+                    leave(run)
         tensors = [*net.state_dict().values(), once.centre]
         bits = b"".join(tensor.numpy().tobytes() for tensor in tensors)
         return hashlib.sha256(bits).hexdigest(), run.values["steps"], optimizer.state["seen"]
 whole = start("whole", 11)
-for steps, ends, every in (4, 1, 0), (5, 2, 0), (8, 3, 100):  # without a step, after a save, and after a step that is not saved
-    start("parts", steps)
+# After the first epoch's batches; without a step, after a save, and after a step that is not saved.
+for steps, ends, every in (0, "after", 0), (4, 1, 0), (5, 2, 0), (8, 3, 100):
+    if steps:
+        start("parts", steps)
     try:
         start("parts", 11, ends, every)
     except SystemExit as ended:
@@ -174,15 +187,15 @@ print(f"same: {start('parts', 11) == whole}\\n", end="", flush=True)  # one writ
 
 
 @pytest.mark.parametrize(("ranks", "sync"), [(1, "flat"), (2, "exact")])
-def test_what_a_script_does_before_the_batches_of_an_epoch_counts_once(tmp_path: Path, ranks: int, sync: str) -> None:
+def test_what_a_script_does_around_the_batches_of_an_epoch_counts_once(tmp_path: Path, ranks: int, sync: str) -> None:
     """The run resumes within an epoch, so the script changes weights, rates, groups, values, buffers and layers a second time, and
-    spawns a generator. What it holds before the batches, it holds in them: a group, a list of values, the state of a kept object, which is
-    loaded once."""
+    spawns a generator; and where it was stopped after the batches, it repeats what it did there. What it holds before the batches, it holds
+    in them: a group, a list of values, the state of a kept object, which is loaded once."""
     done = script(ranks, AGAIN, tmp_path, sync)
-    assert done.code == 0 and "same: True" in done.output and done.output.count("ended early by SIGTERM") == 3, (
+    assert done.code == 0 and "same: True" in done.output and done.output.count("ended early by SIGTERM") == 4, (
         done.output
     )
-    assert done.output.count("warning: ") == 3, done.output
+    assert done.output.count("warning: ") == 4, done.output
 
 
 WHOLE = """

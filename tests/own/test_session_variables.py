@@ -13,9 +13,10 @@ pytestmark = pytest.mark.promise("session-resume")
 
 CODE = """
 import argparse, collections, contextvars, copy, io, itertools, multiprocessing
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = [sys.argv[1], f"{sys.argv[1]}/site-packages"]
 import helper_of_a_script as helper
 from helper_of_a_script import temperature
+from progress_bar import bar
 COUNTS = {"batches": 0}
 class Meter:
     shown = 0
@@ -114,7 +115,7 @@ def train(kind, run, steps):
     for epoch in (number for _, number in enumerate(run.epochs(steps=steps))) if kind == "epochs" else run.epochs(steps=steps):
         early = torch.cos  # anew in each epoch
         hard = data[model(data).argsort(0)[:4, 0]].clone() if kind == "hard" else data[epoch : epoch + 4]
-        batches = run.batches(data, 8)
+        batches = bar(run.batches(data, 8)) if kind in ("moved", "calm") else run.batches(data, 8)
         for item in enumerate(one for one in batches) if kind == "enumerate" else zip(batches, read) if kind == "zip" else batches:
             x = {"enumerate": item[1], "zip": item[0]}.get(kind, item)
             run.step(lambda x: model(x).square().mean(), x)
@@ -190,6 +191,13 @@ NAMED = {
 """Kind of loop → names, of which the product lists fifty."""
 
 
+BAR = """
+def bar(items):
+    shown = 0
+    for item in items:
+        shown += 1
+        yield item
+"""
 HELPER = """
 _temperature = 1.0
 def temperature():
@@ -205,14 +213,16 @@ def test_a_start_that_resumes_names_the_variables_that_do_not(tmp_path: Path) ->
     copies of the weights, also in a file in memory, generators, iterators, the position in a file, functions, classes and hooks, lists
     and objects that the loop chooses, what an epoch computes from the weights, the model's attributes, and what objects of Python,
     torch and numpy hold; of kept objects what their state leaves out, of other networks their attributes. Batches, the time, the last
-    activation, a model for evaluation, an iterator that has ended, or has not begun, what each epoch sets, and what the script restores
-    itself are not named."""
+    activation, a model for evaluation, an iterator that has ended, or has not begun, what each epoch sets, what the script restores
+    itself, and an installed progress bar are not named."""
     (tmp_path / "helper_of_a_script.py").write_text(HELPER)
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "site-packages/progress_bar.py").write_text(BAR)
     for start in range(3):
         runs = {kind: ends[start] for kind, ends in ENDS.items() if len(ends) > start}
         for kind, done in zip(runs, scripts(2, CODE, *((tmp_path, *run) for run in runs.items())), strict=True):
             assert done.code == 0, (kind, start, done.output)
-            listed = re.findall(r"no checkpoint has them: (.*?)\. Put values", done.output)
+            listed = re.findall(r"no checkpoint has them: (.*?)\. Put those", done.output)
             names = {name for line in listed for name in re.split(", (?!functions)", line)}
             names.update(re.findall(r"warning: rank 0: (\w+)\(\) goes over the loop", done.output))
             assert names == (NAMED[kind] if start else set()), (kind, start, done.output)
