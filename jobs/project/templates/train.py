@@ -46,7 +46,7 @@ def main(run):
     run.keep(schedule=schedule)
     for _ in run.epochs(config["epochs"]):
         for images, labels in run.batches(training, config["batch_size"]):
-            run.step(F.cross_entropy(model(images), labels))
+            run.step(lambda x, y: F.cross_entropy(model(x), y), images, labels)
             schedule.step()
         run.log(**run.evaluate(partial(scores, run.for_evaluation()), test))
 
