@@ -103,7 +103,7 @@ def main(kind):
             losses = each(x, y)
             return (y * (losses.detach() - losses).exp()).mean()
         functions = {
-            "surrogate": surrogate, "pairs": pairs, "tamed": tamed, "aux": aux, "scaled": scaled, "whitened": whitened,
+            "surrogate": surrogate, "pairs": pairs, "views": pairs, "tamed": tamed, "aux": aux, "scaled": scaled, "whitened": whitened,
             "outside": lambda x, y: F.cross_entropy(x, y),
             "steep": lambda x, y: each(x, y).mean() * torch.autograd.grad(each(x, y).mean(), net[4].weight)[0].norm(),
             "penalized": penalized,
@@ -118,9 +118,9 @@ def main(kind):
             "drawn": lambda x, y: each(next(others)[:len(x)], y).mean(),
         }
         for epoch in run.epochs(1):
-            for x, y in run.batches(DATA, 24):
+            for x, y in run.iterate(DataLoader(DATA, 24)) if kind == "views" else run.batches(DATA, 24):
                 x = model(x) if kind == "outside" else x  # a graph that the step needs again
-                run.step(functions[kind], *([{"x": x, "y": y}] if kind == "popped" else (x, y)))
+                run.step(functions[kind], *([{"x": x, "y": y}] if kind == "popped" else (x, y)), samples=len(y))
         calls = {"metrics": len(seen), "counted": trainer.calls}.get(kind, 4)
         assert calls == 4 and totals[1] in (0.0, 4.0), "the look leaves nothing"
         counts = {SPACE.n, TABLE["n"], Holder.n, places.n, len(ROWS), int(ARRAY[0])}
@@ -138,6 +138,7 @@ RIGHT = (
     "outside",
     "surrogate",
     "tamed",
+    "views",
     "plain",
     "penalized",
     "metrics",

@@ -208,15 +208,19 @@ class BatchMean:
             noisy = abs(other - whole) > near or _distance(gradient, gradient_of_other) > tolerance
             if noisy or not half or not inputs.batch or _normalises(undo.modules):
                 return ""
-            # Both odd, if they can be: of two even halves each may have half of what a median, or the largest ones, take. Samples that
-            # come in pairs have no odd half.
-            for number in (half - 1 + half % 2 or half, half - half % 2 or half):
-                middle = low + number * multiple
-                with contextlib.suppress(Exception):
-                    first, second = result(low, middle, seeds[0]), result(middle, high, seeds[0])
-                    sizes, rounding = (middle - low, high - middle), _rounding(dtypes, undo)
-                    return _unlike_halves(inputs, (whole, gradient), (first, second), sizes, rounding, weights)
-        return ""
+            # Both odd, if they can be: of two even halves each may have half of what a median, or the largest ones, take.
+            odd, even = half - 1 + half % 2 or half, half - half % 2 or half
+            middle = low + odd * multiple
+            try:
+                first, second = result(low, middle, seeds[0]), result(middle, high, seeds[0])
+            except Exception:  # samples that come in pairs have no odd half
+                if inputs.part is None:  # the script has cut the batch, and knows where
+                    raise
+                middle = low + even * multiple
+                first, second = result(low, middle, seeds[0]), result(middle, high, seeds[0])
+        return _unlike_halves(
+            inputs, (whole, gradient), (first, second), (middle - low, high - middle), _rounding(dtypes, undo), weights
+        )
 
 
 def _unlike_halves(
