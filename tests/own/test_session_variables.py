@@ -13,10 +13,10 @@ pytestmark = pytest.mark.promise("session-resume")
 
 CODE = """
 import argparse, collections, contextvars, copy, io, itertools, multiprocessing
-sys.path[:0] = [sys.argv[1], f"{sys.argv[1]}/site-packages"]
+sys.path.insert(0, sys.argv[1])
 import helper_of_a_script as helper
 from helper_of_a_script import temperature
-from progress_bar import bar
+from tqdm import bar
 COUNTS = {"batches": 0}
 class Meter:
     shown = 0
@@ -214,10 +214,10 @@ def test_a_start_that_resumes_names_the_variables_that_do_not(tmp_path: Path) ->
     and objects that the loop chooses, what an epoch computes from the weights, the model's attributes, and what objects of Python,
     torch and numpy hold; of kept objects what their state leaves out, of other networks their attributes. Batches, the time, the last
     activation, a model for evaluation, an iterator that has ended, or has not begun, what each epoch sets, what the script restores
-    itself, and an installed progress bar are not named."""
+    itself, and a progress bar are not named."""
     (tmp_path / "helper_of_a_script.py").write_text(HELPER)
-    (tmp_path / "site-packages").mkdir()
-    (tmp_path / "site-packages/progress_bar.py").write_text(BAR)
+    (tmp_path / "tqdm").mkdir()
+    (tmp_path / "tqdm/__init__.py").write_text(BAR)
     for start in range(3):
         runs = {kind: ends[start] for kind, ends in ENDS.items() if len(ends) > start}
         for kind, done in zip(runs, scripts(2, CODE, *((tmp_path, *run) for run in runs.items())), strict=True):

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from .undo import codes_of, is_of_script, root_of
+from .undo import codes_of, root_of
 
 PLAIN = (type(None), bool, int, complex, str, bytes, enum.Enum)
 _ENDS = ("POP_TOP", "RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "YIELD_VALUE")
@@ -26,6 +26,8 @@ _ENDS = ("POP_TOP", "RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "YIELD_VALU
 _COLLECTS = ("POP_TOP", "STORE_SUBSCR")
 """Instructions that end a statement which drops its value, as `a.append(1)` does, or sets an item."""
 _LOCAL, _CONSTANT = "~", "="
+_NO_SCRIPT = ("lockstep", "tqdm", "rich", "alive_progress", "progressbar", "fastprogress")
+"""Packages whose running functions belong to no script: Lockstep and progress bars, through which a loop may go over its batches."""
 
 
 class Kind(str):
@@ -77,13 +79,11 @@ def unwrapped(value: Any) -> Any:
 
 
 def running() -> Iterator[types.FrameType]:
-    """Yields the frames of the running functions, innermost first, without ours and those of Python, and without generators of installed
-    packages, such as a progress bar."""
+    """Yields the frames of the running functions, innermost first, without ours, and those of Python and of progress bars."""
     frame = sys._getframe().f_back
     while frame is not None:
         root = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        is_bar = frame.f_code.co_flags & inspect.CO_GENERATOR and not is_of_script(root)
-        if root != "lockstep" and root not in sys.stdlib_module_names and not is_bar:  # such as `runpy`, or a debugger
+        if root not in _NO_SCRIPT and root not in sys.stdlib_module_names:  # such as `runpy`, or a debugger
             yield frame
         frame = frame.f_back
 
