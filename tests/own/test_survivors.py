@@ -43,8 +43,16 @@ def called(rank, tries):
         raise dist.DistBackendError("the answer did not arrive")
     return [total]
 
+opened = dist.init_process_group
+def failing(*words, **named):
+    dist.init_process_group = opened
+    dist.distributed_c10d._world.group_count += 2  # as two connections that fail leave torch
+    raise RuntimeError("connect timeout")
+
 with joined() as world:
     regroups, tries = [], []
+    if world.rank == 1:
+        dist.init_process_group = failing
     live = world.live = Live(world, 60)
     live.regrouped = lambda lost, joined, seconds: regroups.append((lost, world.rank, world.size))
     live.ready()
@@ -58,7 +66,8 @@ with joined() as world:
     os.write(1, f"{line}\\n".encode())  # in one piece: print may write the end of the line by itself
     live.close()
 """
-"""Three ranks sum 1, 10 and 100. Rank 0 has the sum, rank 1 fails after it, and rank 2 is killed."""
+"""Three ranks sum 1, 10 and 100. Rank 0 has the sum, rank 1 fails after it, and rank 2 is killed. Rank 1 also fails to join the new group
+at once."""
 RANKS = 4
 JOB = ROOT / "tests/own/survivors_job.py"
 BOUND = 400.0

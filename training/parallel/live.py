@@ -441,6 +441,8 @@ class Live:
         """
         with contextlib.suppress(RuntimeError, ValueError, AssertionError):
             dist.destroy_process_group()
+        # Torch puts the number of its groups into the keys of the store. An attempt that fails counts, so the ranks would never meet again.
+        dist.distributed_c10d._world.group_count = 0
         store = self._store
         store.set(f"{prefix}/here/{self.rank}", "1")
         if not self._until_said([f"{prefix}/here/{member}" for member in members], self._timeout):

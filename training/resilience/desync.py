@@ -232,7 +232,7 @@ def _trains_unlike(store: dist.Store, ranks: Iterable[int]) -> str:
 def first_of_node(world: World) -> bool:
     """Returns whether this rank is the first of its node that asks. It prints for all why they end. If rank 0 is lost, and the store
     with it, every rank prints."""
-    with contextlib.suppress(RuntimeError):
+    with contextlib.suppress(RuntimeError, ValueError):  # after a group that could not be formed there is none
         return bool(_get_default_store().add(f"lockstep/failed/node/{world.node}", 1) == 1)
     return True
 
