@@ -254,6 +254,14 @@ def test_status_json_has_the_exit_code_of_an_error(tmp_path: Path, code: int) ->
 
 LOADERS = """
 run_dir, kind = sys.argv[1:]
+class Own(DistributedSampler):  # as one that sorts by lengths
+    total_size = 32
+    def __init__(self):
+        pass
+    def __iter__(self):
+        return iter(range(int(os.environ["RANK"]), 32, 2))
+    def __len__(self):
+        return 16
 with Session(run_dir) as run:
     m, o = make(run)
     batches = {
@@ -261,6 +269,8 @@ with Session(run_dir) as run:
         "part": lambda: torch.arange(32).split(8),
         "shuffled": lambda: DataLoader(DATA, 8, shuffle=True),  # all ranks begin with the same generators
         "lengths": lambda: [DATA[:8]] * (3 + run.rank),
+        "repeated": lambda: DataLoader(DATA, 8, sampler=DistributedSampler(DATA, 3, run.rank)),
+        "own": lambda: DataLoader(DATA, 8, sampler=Own()),
     }[kind]()
     for _ in run.epochs(2):
         for b in run.iterate(batches):
@@ -270,12 +280,14 @@ with Session(run_dir) as run:
 
 
 def test_ranks_that_are_given_the_same_batches_are_warned(tmp_path: Path) -> None:
-    """The third loader visibly gives all ranks the same batches. The fourth has another length on each rank: the ranks would wait for
-    one another until collective_timeout."""
-    cases = ((tmp_path / kind, kind) for kind in ("sampler", "part", "shuffled", "lengths"))
+    """The third loader visibly gives all ranks the same batches. A sampler that repeats samples, so that each rank has equally many, is
+    named, too. The last loader has another length on each rank: the ranks would wait for one another until collective_timeout."""
+    cases = ((tmp_path / kind, kind) for kind in ("sampler", "part", "shuffled", "repeated", "own", "lengths"))
     *trained, lengths = scripts(2, LOADERS, *cases)
     assert lengths.code == 1 and "3 on rank 0, 4 on rank 1" in lengths.output, lengths.output
-    assert [done.output.count("all ranks were given the same batch") for done in trained] == [0, 0, 1], trained
+    assert [done.code for done in trained] == [0] * 5, trained
+    assert [done.output.count("all ranks were given the same batch") for done in trained] == [0, 0, 1, 0, 0], trained
+    assert [done.output.count("repeats samples") for done in trained] == [0, 0, 0, 1, 0], trained
 
 
 def test_another_order_of_the_samples_on_a_rank_is_refused(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from tests import product
 from tests.events import events, status_of, summary_of
-from tests.own.job import OwnJob, script
+from tests.own.job import OwnJob, script, scripts
 from tests.processes import poll
 from tests.runs import assert_same, tensors
 from tests.warm.gang import python
@@ -101,6 +101,13 @@ with Session(sys.argv[1]) as run:
     assert "rank 0" in outputs[1][0] and "0.1 → 0.05" in outputs[1][0], outputs
 
 
+LEAVE = """
+def leave(run):
+    os.kill(os.getpid(), signal.SIGTERM)
+    for _ in range(1000):  # a thread takes the signal
+        run.boundary()
+        time.sleep(0.001)
+"""
 AGAIN = """
 import hashlib
 class Tempered:
@@ -119,21 +126,23 @@ class Once:  # its state is loaded once, and a caller may hold it
     def load_state_dict(self, state):
         assert not self.loaded
         self.loaded, self.centre = True, state["centre"]
-def leave(run):
-    os.kill(os.getpid(), signal.SIGTERM)
-    for _ in range(1000):  # a thread takes the signal
-        run.boundary()
-        time.sleep(0.001)
+class Counted(torch.nn.Sequential):
+    calls = 0
+    def get_extra_state(self):
+        return torch.tensor(self.calls)
+    def set_extra_state(self, state):
+        self.calls = int(state)
 def start(name, steps, ends=-1, every=0):
     with Session(f"{sys.argv[1]}/{name}", f"sync.name={sys.argv[2]}", f"checkpoint.every_steps={every}") as run:
         torch.manual_seed(0)
-        net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
+        net = Counted(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
         net.register_buffer("scale", torch.ones(()))
         net[0].requires_grad_(False)
         model = run.replicate(net)
         optimizer = run.optimizer(lambda _: torch.optim.SGD(net[1:].parameters(), lr=0.1, momentum=0.9))
         kept, once, seeds = Tempered(), Once(), np.random.default_rng(5)
-        run.keep(kept=kept, once=once, seeds=seeds)
+        teacher = torch.nn.Sequential(torch.nn.Linear(2, 1))
+        run.keep(kept=kept, once=once, seeds=seeds, teacher=teacher)
         for epoch in run.epochs(steps=steps):
             centre, steps_done, first = once.centre, run.values.setdefault("steps", []), optimizer.param_groups[0]
             kept.tau *= 0.9
@@ -168,9 +177,13 @@ def start(name, steps, ends=-1, every=0):
                 run.values["tau"] *= 0.8
                 optimizer.param_groups[0]["momentum"] *= 0.95
                 torch._foreach_mul_([p.data for p in net[2].parameters()], 0.5)
+                net.calls += 1
+                teacher[0].weight.data.mul_(0.5)
+                weight, net[2].weight.data = net[2].weight.data, torch.ones(2, 4)  # as an average in place of the weights
                 if ends == "after":
                     leave(run)
-        tensors = [*net.state_dict().values(), once.centre]
+                net[2].weight.data = weight
+        tensors = [*net.state_dict().values(), *teacher.state_dict().values(), once.centre]
         bits = b"".join(tensor.numpy().tobytes() for tensor in tensors)
         return hashlib.sha256(bits).hexdigest(), run.values["steps"], optimizer.state["seen"]
 whole = start("whole", 11)
@@ -191,11 +204,63 @@ def test_what_a_script_does_around_the_batches_of_an_epoch_counts_once(tmp_path:
     """The run resumes within an epoch, so the script changes weights, rates, groups, values, buffers and layers a second time, and
     spawns a generator; and where it was stopped after the batches, it repeats what it did there. What it holds before the batches, it holds
     in them: a group, a list of values, the state of a kept object, which is loaded once."""
-    done = script(ranks, AGAIN, tmp_path, sync)
+    done = script(ranks, LEAVE + AGAIN, tmp_path, sync)
     assert done.code == 0 and "same: True" in done.output and done.output.count("ended early by SIGTERM") == 4, (
         done.output
     )
     assert done.output.count("warning: ") == 4, done.output
+
+
+LEFT = """
+run_dir, kind = sys.argv[1:]
+class Full:  # it takes a state only where it has none
+    state = None
+    def state_dict(self):
+        return {"state": self.state or 0}
+    def load_state_dict(self, saved):
+        assert self.state is None, "it is full"
+        self.state = saved["state"]
+with Session(run_dir, f"sync.name={'zero1' if kind == 'group' else 'flat'}") as run:
+    model, optimizer = make(run)
+    full = Full()
+    run.keep(full=full)
+    for epoch in run.epochs(2):
+        for batch in run.batches(DATA, 8):
+            step(run, model, batch)
+            if kind == "stop" and run.steps == 3:
+                run.stop("enough")
+            if kind == "break" and run.steps % 3 == 0:
+                break
+        if kind == "full":
+            full.state = (full.state or 0) + 1
+        if kind == "group" and epoch:
+            optimizer.add_param_group({"params": [torch.ones(1)]})
+        if epoch == 0 and not run.resumed:
+            leave(run)
+"""
+
+
+def test_a_run_that_ends_after_the_batches_of_an_epoch_resumes_there(tmp_path: Path) -> None:
+    """The script has left the loop over the batches by `run.stop` or `break`: no batch of the epoch follows in the next start. A kept
+    object that does not take its state back is named, and the run is saved. A strategy refuses after the resume what it has refused
+    before."""
+    cases = [(tmp_path / kind, kind) for kind in ("stop", "break", "full", "group")]
+    first = scripts(2, LEAVE + LEFT, *cases)
+    assert [done.code for done in first] == [75] * 4, first
+    assert ["(it is full), so what the script has changed in it" in done.output for done in first] == [
+        False,
+        False,
+        True,
+        False,
+    ], first
+    second = scripts(2, LEAVE + LEFT, *cases)
+    assert [done.code for done in second] == [0, 0, 0, 2], second
+    assert [summary_of(folder)["steps"] for folder, _ in cases[:3]] == [
+        4,
+        6,
+        8,
+    ]  # another rank hears of a stop one step later
+    assert "cannot take a further group" in second[3].output, second[3].output
 
 
 WHOLE = """

@@ -255,7 +255,7 @@ def gather(state: TrainState) -> dict[str, Any] | None:
     rank_state: dict[str, Any] = {
         "rng": state.user_state.cursor_generators or state.user_state.capture(state.world.device),
         "buffers": _buffers(state.model),
-        "extra": {name: module.get_extra_state() for name, module in _with_extra_state(state.model).items()},
+        "extra": {name: module.get_extra_state() for name, module in with_extra_state(state.model).items()},
         "average_buffers": _buffers(state.ema.average) if state.ema else {},
         "losses": state.losses,
         "last": state.last[:2],
@@ -300,7 +300,7 @@ def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     return plain(model, dict(model.named_buffers()))
 
 
-def _with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
+def with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
     """Returns the modules that get and set a state besides parameters and buffers, by name."""
     of_torch = {nn.Module.get_extra_state, nn.Module.set_extra_state}
     named = model.named_modules()
@@ -310,7 +310,7 @@ def _with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
 
 def check_extra_state(model: nn.Module) -> None:
     """Raises `TypeError` if no checkpoint can hold what `get_extra_state` of a module returns."""
-    for name, module in _with_extra_state(model).items():
+    for name, module in with_extra_state(model).items():
         check_tree(module.get_extra_state(), f"{name or type(module).__name__}.get_extra_state()")
 
 
@@ -377,7 +377,7 @@ def scatter(gathered: dict[str, Any] | None, state: TrainState, source: int = 0)
     if state.ema:
         _copy(shared["average"], _parameters(state.ema.average), state.sync.copy_into_shard)
         _copy(rank_state["average_buffers"], _buffers(state.ema.average))
-    extra = _with_extra_state(state.model)
+    extra = with_extra_state(state.model)
     _check_names(extra, rank_state["extra"], "the extra state of the module ")
     for name, module in extra.items():
         module.set_extra_state(rank_state["extra"][name])

@@ -27,7 +27,7 @@ from lockstep.wire.status import slow_rank_line
 
 from .. import contract
 from ..checkpoint.state import gather
-from ..contract import EXIT_FAILED, EXIT_PREEMPTED, RUN_AGAIN, UserError, named
+from ..contract import EXIT_FAILED, EXIT_PREEMPTED, RUN_AGAIN, UserError, first_line, named
 from ..limits import STATUS_SECONDS
 from ..observe import listeners
 from ..observe.account import TimeCategory
@@ -440,11 +440,24 @@ class Attempt:
             run.goodput.close()
 
     def put_back(self) -> None:
-        """Undoes what the script has changed since the snapshot, if there is one. Collective."""
+        """Undoes what the script has changed since the snapshot, if there is one. Where the run ends, warns of what remains. Collective."""
         snapshot, self.snapshot = self.snapshot, None
-        if snapshot is not None:
+        if snapshot is None:
+            return
+        if snapshot.again:
             with failing_together(self.run.world), misfits_explained():
                 snapshot.put_back()
+            return
+        failed = ""
+        try:
+            snapshot.put_back()
+        except Exception as error:  # noqa: BLE001 - of an object of the script
+            failed = first_line(error)
+        if reason := next(filter(None, all_gather_trees(failed, self.run.world)), None):
+            self.run.warn(
+                f"a kept object does not take back its state from the end of the batches ({reason}), so what the script has changed in it "
+                "since then counts twice after the resume"
+            )
 
     def _before_gather(self) -> None:
         """Finds the buffers and modes at the cursor, for a checkpoint or an admitted rank."""
@@ -464,11 +477,13 @@ class Attempt:
         self.tell_readings(wait=True)
         run, state = self.run, self.run.state
         state.clock.settle()
+        signals, stops = zip(*all_gather_trees([self.consensus.reason, self.consensus.final], run.world), strict=True)
         if saves:
             state.history["preemptions"] = state.history.get("preemptions", 0) + 1
+            state.history["stopping"] = next(filter(None, stops), None)
             self.save()
         durable, step = self.saver.durable(), run.user_state.steps
-        who = next(filter(None, all_gather_trees(self.consensus.reason, run.world)), "another rank")
+        who = next(filter(None, signals), "another rank")
         run.event("preempted", step=step, reason=who, saved=durable)
         if not durable:
             raise Ended(EXIT_FAILED, f"ended early by {who} at step {step}, and could not save (see the warnings)")

@@ -50,6 +50,8 @@ class Loop:
         """Whether the last planned step lies within an epoch. A start with more steps resumes there."""
         self._epoch_is_through = False
         """Whether the loop over the batches of this epoch has ended, in this attempt."""
+        self._is_left = self._resumes_left = False
+        """Whether the script has left this loop by `break`; or, in the start before, by `break` or `run.stop`, so that no batch follows."""
         self._steps_of_batches = self._skipped = 0
         """Steps of the run when it ended; passes of that loop without a step."""
         self._is_recipe = isinstance(run.config, Config)
@@ -62,6 +64,8 @@ class Loop:
         """Begins the attempt, once the state is restored. Collective."""
         run, replica = self.run, self.step.replica
         self.attempt.begin()
+        self.attempt.consensus.final = run.state.history.pop("stopping", None)
+        self._resumes_left = self.attempt.consensus.final is not None or bool(run.state.history.pop("is_left", False))
         if run.world.replacement:
             self.attempt.be_at(run.places)
             if self.step.logical_workers is not None:
@@ -186,7 +190,7 @@ class Loop:
         state.cursor.epoch, state.cursor.step, run.progressed = state.cursor.epoch + 1, 0, True
         kept.data, kept.epoch_generators, kept.cursor_generators = {}, None, None
         self.attempt.modes.release()
-        self._epoch_is_through = False
+        self._epoch_is_through = self._is_left = self._resumes_left = False
         logged, kept.logged_in_epoch = kept.logged_in_epoch, {}
         state.history.update(means)
         run.event(
@@ -240,8 +244,8 @@ class Loop:
                 "the loader's worker processes last for all epochs (persistent_workers), and this start has new ones: what they draw at "
                 "random, or count, differs from an undisturbed run. Set persistent_workers=False, unless samples depend on the index alone"
             )
-        sampler = getattr(loader, "sampler", None)
-        repeated = sampler.total_size - len(sampler.dataset) if isinstance(sampler, DistributedSampler) else 0  # type: ignore[arg-type]
+        sampler: Any = getattr(loader, "sampler", None)  # of a subclass, it may lack the dataset
+        repeated = sampler.total_size - len(sampler.dataset) if type(sampler) is DistributedSampler else 0  # type: ignore[arg-type]
         if repeated > 0:
             self.run.warn(
                 f"the loader's DistributedSampler repeats samples, so that each rank has equally many: {repeated} an epoch count twice. "
@@ -290,10 +294,12 @@ class Loop:
                 "a loop over run.batches() or run.iterate() begins inside of another one, and a step belongs to one batch: put both "
                 "datasets into one, such as torch.utils.data.StackDataset(a, b), or go over the second loader itself"
             )
-        self._under_way, self._before_batches, self._skipped = given, False, 0
+        self._under_way, self._before_batches, self._is_left, self._skipped = given, False, False, 0
         self._tell_resumed()
         self.attempt.put_back()
-        self.attempt.unsaved.resumes("batches", compares=True, left=run.state.cursor.step != length)
+        self.attempt.unsaved.resumes(
+            "batches", compares=True, left=not self._resumes_left and run.state.cursor.step != length
+        )
         self._resume_generators()
         run.goodput.train()
         self.attempt.desync.outside = False
@@ -301,7 +307,8 @@ class Loop:
             while True:
                 self.attempt.modes.release()
                 self._left_at_last_step = self._at_last_step and run.state.cursor.step != count
-                stopped = self._left_at_last_step or (run.state.cursor.step != count and self.attempt.boundary())
+                stopped = self._left_at_last_step or self._resumes_left
+                stopped = stopped or (run.state.cursor.step != count and self.attempt.boundary())
                 clock.begin()
                 item, part = (self, None) if stopped else next(given, (self, None))
                 if item is self:
@@ -311,7 +318,7 @@ class Loop:
                     self._epoch_is_through, self._steps_of_batches = True, run.user_state.steps
                     if not self._is_recipe:  # what a recipe does after its batches changes no state
                         self.attempt.snapshot = Snapshot(run.state, again=False)
-                    if self._left_at_last_step:
+                    if self._left_at_last_step or not self._is_recipe:
                         self.attempt.unsaved.note_variables()
                     run.goodput.enter(TimeCategory.EVALUATION)
                     return
@@ -335,6 +342,9 @@ class Loop:
                 if length is not None:  # how many steps the script makes of a batch is known now
                     self._plan(length * (run.user_state.steps - before))
                     length = None
+        except GeneratorExit:
+            self._is_left = True
+            raise
         finally:
             if self._under_way is given:  # else the script has held it beyond the end of its epoch
                 self.attempt.desync.leave_loop()
@@ -376,6 +386,7 @@ class Loop:
             if not self._before_batches:
                 if self._steps_of_batches == self.run.user_state.steps:
                     self.attempt.put_back()
+                self.run.state.history["is_left"] = self._is_left or self._resumes_left
                 self.attempt.leave()
             elif not self.attempt.saver.steps_since:
                 self.attempt.leave(saves=False)

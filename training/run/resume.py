@@ -12,14 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..checkpoint import store
-from ..checkpoint.state import TrainState, UserState, parameter_names
+from ..checkpoint.state import TrainState, UserState, parameter_names, with_extra_state
 from ..contract import ENV_LIVE, UserError, first_line, say
 from ..observe.metrics import Metrics
 from ..observe.rundir import RunDirectory
-from ..parallel.packing import pack
+from ..parallel.packing import pack, storage
 from ..parallel.world import World
 from ..sync.base import GradientSync
 from .replica import named_groups
@@ -132,7 +133,7 @@ class Snapshot:
     """
 
     def __init__(self, state: TrainState, again: bool) -> None:
-        self._kept, optimizers = state.user_state, [*state.optimizers.values()]
+        self.again, self._kept, optimizers = again, state.user_state, [*state.optimizers.values()]
         modules = [module for model in state.models for module in model.modules()]
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         # Some keep a state that is no parameter's.
@@ -146,41 +147,68 @@ class Snapshot:
         tensors = [tensor for model in state.models for tensor in (*model.parameters(), *model.buffers())]
         rates = [value for group in groups for name, value in group.items() if name != "params"]
         tensors += [leaf for leaf in tree_leaves([states, rates]) if isinstance(leaf, torch.Tensor)]
-        self._tensors = [(tensor, tensor.requires_grad, _copy(tensor)) for tensor in tensors]
+        self._tensors = [(tensor, tensor.detach(), tensor.requires_grad, _copy(_of_rank(tensor))) for tensor in tensors]
+        self._extra = [(one, _copy(one.get_extra_state())) for one in with_extra_state(state.model).values()]
         objects = (*self._kept.objects.values(), *self._kept.rank_objects.values())
         # To ask a loader for its state may move it.
-        self._objects = [(one, _copy(one.state_dict())) for one in objects if not hasattr(one, "__iter__")]
+        asked = [one for one in objects if isinstance(one, nn.Module) or not hasattr(one, "__iter__")]
+        self._objects = [(one, _copy(one.state_dict())) for one in asked]
         self._values = [(one, _copy(one)) for one in (self._kept.values, self._kept.summary)]
-        self._tolerant = optimizers if again else []
-        for optimizer in self._tolerant:
+        # A strategy may have replaced the method already.
+        self._tolerant = [(one, vars(one).get("add_param_group")) for one in optimizers if again]
+        for optimizer, _ in self._tolerant:
             known = {id(parameter) for group in state.sync.parameter_groups(optimizer) for parameter in group}
             optimizer.add_param_group = functools.partial(_add, optimizer.add_param_group, known)  # type: ignore[method-assign]
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Restores this rank's state, where it has changed. Collective if `state_dict` or `load_state_dict` of a kept object is."""
-        for optimizer in self._tolerant:
+        """Restores this rank's state, where it has changed. Collective if `state_dict` or `load_state_dict` of a kept object is.
+
+        Raises the error of the first kept object that does not take its state back, once the others have theirs.
+        """
+        errors = list[Exception]()
+        for optimizer, method in self._tolerant:
             del optimizer.add_param_group
+            if method is not None:
+                optimizer.add_param_group = method  # type: ignore[method-assign]
         for live, before in self._containers:
             live.clear()
             (live.extend if isinstance(live, list) else live.update)(before)
         for module, mode in self._modes:
             module.training = mode
-        for tensor, is_trained, copied in self._tensors:
-            if not torch.equal(tensor, copied.to(tensor.device)):
-                tensor.copy_(copied)
+        for tensor, memory, is_trained, copied in self._tensors:
+            if storage(tensor) != storage(memory) or tensor.shape != memory.shape:
+                tensor.data = memory  # `tensor.data` may be that of an average now
+            if not torch.equal(now := _of_rank(tensor), copied.to(now.device)):
+                now.copy_(copied)
             tensor.requires_grad_(is_trained)
+        for module, extra in self._extra:
+            if not _is_same(module.get_extra_state(), extra):
+                module.set_extra_state(extra)
         for stateful, kept in self._objects:
-            if not _is_same(stateful.state_dict(), kept):
-                stateful.load_state_dict(kept)
+            try:
+                if not _is_same(stateful.state_dict(), kept):
+                    stateful.load_state_dict(kept)
+            except Exception as error:  # noqa: BLE001 - of an object of the script
+                errors.append(error)
         for values, copied in self._values:
             same = {name: value for name, value in values.items() if name in copied and _is_same(value, copied[name])}
             values.clear()
             values.update({**copied, **same})
+        if errors:
+            raise errors[0]
+
+
+def _of_rank(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns this rank's part of a tensor that is sharded over the ranks, or a tensor that is not."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _is_same(tree: Any, other: Any) -> bool:
-    return torch.equal(pack({"": tree}), pack({"": other}))
+    try:
+        return torch.equal(pack({"": tree}), pack({"": other}))
+    except TypeError:  # no checkpoint could hold the new value
+        return False
 
 
 def _copy(tree: Any) -> Any:
