@@ -45,7 +45,7 @@ runpy.run_module("lockstep.training", run_name="__main__", alter_sys=True)
 
 
 def test_a_connection_that_breaks_in_a_training_is_an_error() -> None:
-    """It may be a tracker's or a loader's. The code 141 would say that nobody reads the output, and hide the traceback."""
+    """A tracker or a loader may raise it. Exit code 141 means an output without a reader, and would hide the traceback."""
     result = run([PYTHON, "-c", BROKEN], clean_env(PYTHONPATH=str(ROOT)))
     assert result.code == 1 and "BrokenPipeError" in result.output, result.output
 

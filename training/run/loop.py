@@ -244,9 +244,9 @@ class Loop:
                 "the loader's worker processes last for all epochs (persistent_workers), and this start has new ones: what they draw at "
                 "random, or count, differs from an undisturbed run. Set persistent_workers=False, unless samples depend on the index alone"
             )
-        sampler: Any = getattr(loader, "sampler", None)  # of a subclass, it may lack the dataset
-        repeated = sampler.total_size - len(sampler.dataset) if type(sampler) is DistributedSampler else 0  # type: ignore[arg-type]
-        if repeated > 0:
+        sampler: Any = getattr(loader, "sampler", None)
+        of_torch = type(sampler) is DistributedSampler  # one of a subclass may lack the dataset
+        if of_torch and (repeated := sampler.total_size - len(sampler.dataset)) > 0:
             self.run.warn(
                 f"the loader's DistributedSampler repeats samples, so that each rank has equally many: {repeated} an epoch count twice. "
                 'Give it drop_last=True, or use run.batches(…, uneven="weight"), which takes each once'

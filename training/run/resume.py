@@ -158,7 +158,7 @@ class Snapshot:
         self._tolerant = [(one, vars(one).get("add_param_group")) for one in optimizers if again]
         for optimizer, _ in self._tolerant:
             known = {id(parameter) for group in state.sync.parameter_groups(optimizer) for parameter in group}
-            optimizer.add_param_group = functools.partial(_add, optimizer.add_param_group, known)  # type: ignore[method-assign]
+            vars(optimizer)["add_param_group"] = functools.partial(_add, optimizer.add_param_group, known)
 
     @torch.no_grad()
     def put_back(self) -> None:
@@ -170,7 +170,7 @@ class Snapshot:
         for optimizer, method in self._tolerant:
             del optimizer.add_param_group
             if method is not None:
-                optimizer.add_param_group = method  # type: ignore[method-assign]
+                vars(optimizer)["add_param_group"] = method
         for live, before in self._containers:
             live.clear()
             (live.extend if isinstance(live, list) else live.update)(before)
