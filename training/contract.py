@@ -5,8 +5,10 @@ Standard library only, so that both sides import it at no cost.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
+import functools
 import os
 import sys
 import traceback
@@ -149,27 +151,33 @@ def rank_of(env: Mapping[str, str]) -> str:
 
 
 def say(text: str, error: bool = False) -> None:
-    """Prints a line on standard output, or on standard error. An output that cannot be written (closed, a full disk, a reader that left)
-    must not end the training."""
+    """Prints a line, control codes made visible, on standard output or standard error. If that cannot be written, the training continues,
+    and no exit code changes."""
     stream = sys.stderr if error else sys.stdout
-    with contextlib.suppress(OSError, ValueError):
+    try:
         if stream is not None:  # print(file=None) would write into the answer
             print(printable(text) + "\n", end="", file=stream, flush=True)  # one write: ranks share the output
+    except (OSError, ValueError):  # full, without a reader, closed: perhaps only now
+        atexit.unregister(_flush_or_drop)
+        atexit.register(_flush_or_drop)
+
+
+to_stderr = functools.partial(say, error=True)
+
+
+def _flush_or_drop() -> None:
+    """Writes what the streams hold, and drops what they cannot write: Python would try again at its end, and exit with 120."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None and not stream.closed:
+                stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def first_line(error: BaseException) -> str:
     """Returns the first line of an error's text, or the name of its class."""
     return (str(error) or type(error).__name__).splitlines()[0]
-
-
-def to_stderr(text: str) -> None:
-    """Prints one line on standard error, control codes made visible. It changes no exit code where that is closed, full, or
-    without a reader."""
-    try:
-        if sys.stderr is not None:  # print(file=None) would write into the answer
-            print(printable(text) + "\n", end="", file=sys.stderr, flush=True)
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # Python would try once more at its end, and end with 120
 
 
 def print_error(error: UserError) -> None:
@@ -210,9 +218,7 @@ def answering() -> Iterator[None]:
 
 def end_process(code: int) -> NoReturn:
     """Ends the process with this exit code, from any thread, whatever the other threads wait for."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # a full disk, a reader that left, closed (None)
-            stream.flush()
+    _flush_or_drop()
     os._exit(code)
 
 

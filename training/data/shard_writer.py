@@ -25,7 +25,7 @@ import torch
 from .. import files
 from ..bucket import Bucket, as_user_error
 from ..config import Data
-from ..contract import UserError, say
+from ..contract import UserError, to_stderr
 from ..limits import PREPARE_SECONDS
 from ..parallel.exchange import waiting_for_all
 from ..parallel.world import World
@@ -113,10 +113,9 @@ def _write(stream: Stream, folder: Path, source: str) -> dict[str, Any]:
         )
     if len(absent := np.flatnonzero(train.counts[: len(classes)] == 0)):
         names = ", ".join(classes[number] for number in absent[:10]) + (", …" if len(absent) > 10 else "")
-        say(
+        to_stderr(
             f"warning: {source} has no training sample for {len(absent)} of {len(classes)} classes ({names}): the largest label is "
-            f"{most}, check the labels",
-            error=True,
+            f"{most}, check the labels"
         )
     mean, std = train.statistics()
     splits = {split.name: split.entries for split in (train, test)}
@@ -167,7 +166,7 @@ def prepare(data: Data) -> Manifest:
                     shutil.rmtree(left, ignore_errors=True)
                 made = write(stream, directory, data.source)
                 if data.source not in sources.SOURCES and not made.fits(data):
-                    say(f"warning: {made.statistics(data)}", error=True)
+                    to_stderr(f"warning: {made.statistics(data)}")
     except filelock.Timeout:
         raise UserError(f"another process has held {lock} for {PREPARE_SECONDS:.0f} s: check that process") from None
     except OSError as error:

@@ -39,7 +39,7 @@ from lockstep.wire.hangs import of_run
 
 from .. import config as configuration
 from .. import contract, files
-from ..contract import UserError, say
+from ..contract import UserError, to_stderr
 from ..limits import DISK_SECONDS, REQUEST_SECONDS, TEXTFILE_SECONDS
 from ..parallel.process import resident_bytes
 from ..parallel.world import World
@@ -308,7 +308,7 @@ class Exporter:
     def _warn(self, topic: str, message: str) -> None:
         if topic not in self._warned:
             self._warned.add(topic)
-            say(f"warning: rank {self._world.rank}: {message}; the run continues", error=True)
+            to_stderr(f"warning: rank {self._world.rank}: {message}; the run continues")
 
     def close(self) -> None:
         """Writes the last textfile at the end of the attempt, and ends the server."""

@@ -31,7 +31,7 @@ import yaml
 from .. import config as configuration
 from .. import contract, files
 from ..config import RunSettings, settings
-from ..contract import UserError, say
+from ..contract import UserError, to_stderr
 from ..limits import DISK_LOOK_SECONDS, DISK_SECONDS, LOCK_AFTER_RESTART_SECONDS, LOCK_SECONDS, RUN_FILE_SECONDS
 from ..parallel.worker import Worker
 from ..parallel.world import World
@@ -260,7 +260,7 @@ class RunDirectory:
     def _warn(self, message: str) -> None:
         if not self._warned:
             self._warned = True
-            say(f"warning: {self.path}: {message}; the run continues", error=True)
+            to_stderr(f"warning: {self.path}: {message}; the run continues")
 
     def close(self) -> None:
         """Calls the functions in `at_close`, and releases the lock."""
@@ -344,7 +344,7 @@ def _move_aside(path: Path) -> None:
         path.rename(target)
     finally:
         lock.release()
-    say(f"moved the earlier run to {target}", error=True)
+    to_stderr(f"moved the earlier run to {target}")
 
 
 def versions() -> dict[str, str]:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from lockstep.wire.signals import FORWARDED, taken
 
-from ..contract import EXIT_PREEMPTED, say
+from ..contract import EXIT_PREEMPTED, to_stderr
 from ..limits import LAST_WORDS_SECONDS, ONE_SIGNAL_SECONDS
 from ..parallel.exchange import all_reduce
 from ..parallel.world import World
@@ -70,9 +70,7 @@ class Signals:
 
     def _note(self, number: int) -> None:
         if self.meeting:
-            say(
-                f"{signal.Signals(number).name} before the ranks were connected: run the same command again", error=True
-            )
+            to_stderr(f"{signal.Signals(number).name} before the ranks were connected: run the same command again")
             self._leave(EXIT_PREEMPTED)
         elif self.received is None:
             self.since, self.received = self._now(), signal.Signals(number).name

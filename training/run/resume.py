@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..checkpoint import store
 from ..checkpoint.state import TrainState, UserState, parameter_names, with_extra_state
-from ..contract import ENV_LIVE, UserError, first_line, say
+from ..contract import ENV_LIVE, UserError, first_line, to_stderr
 from ..observe.metrics import Metrics
 from ..observe.rundir import RunDirectory
 from ..parallel.packing import pack, storage
@@ -44,7 +44,7 @@ def newest_checkpoint(
     def warn(message: str) -> None:
         metrics.corrupt_file("checkpoint")
         directory.event("corrupt_checkpoint", message=message)
-        say(f"warning: rank {world.rank}: {message}", error=True)
+        to_stderr(f"warning: rank {world.rank}: {message}")
 
     return store.newest_verified(directory.checkpoints, warn, verified)
 

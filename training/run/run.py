@@ -31,7 +31,7 @@ from ..contract import (
     VERSION,
     UserError,
     print_error,
-    say,
+    to_stderr,
     user_errors,
 )  # fmt: skip
 from ..data.shards import CorruptShard
@@ -187,7 +187,7 @@ class Run:
             if kept.to is not None and not world.replacement:
                 with waiting_for_all(world, "bring the checkpoint from the bucket", BRING_SECONDS):
                     if self.objects is not None and self.directory is not None:
-                        verified = self.objects.acquire(fresh, lambda text: say(f"warning: {text}", error=True))
+                        verified = self.objects.acquire(fresh, lambda text: to_stderr(f"warning: {text}"))
                         self.directory.count_attempt()
             # Only now: a directory that is refused stays untouched.
             with failing_together(world):

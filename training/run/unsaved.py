@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from .. import generators
 from ..checkpoint.state import Stateful, TrainState, parameter_names
 from ..checkpoint.store import Rule
-from ..contract import first_of, named, say
+from ..contract import first_of, named, to_stderr
 from ..parallel.exchange import all_gather_trees, is_same_on_all_ranks
 from ..parallel.names import plain, plain_name
 from ..parallel.packing import storage, storages
@@ -184,7 +184,7 @@ class Unsaved:
         if self._run.world.leader:
             self._run.warn(sentence)
         elif self._run.world.replacement:
-            say(f"warning: rank {self._run.world.rank}: {sentence}", error=True)
+            to_stderr(f"warning: rank {self._run.world.rank}: {sentence}")
 
     def _alike(self) -> dict[str, str]:
         """Returns call or variable → digest of its value, or the logged number. These values must be equal on all ranks."""
