@@ -98,13 +98,15 @@ def test_a_service_that_fails_costs_one_line(tiny: list[str], tmp_path: Path) ->
 def test_a_tracker_that_is_not_installed_is_reported_before_the_training(tiny: list[str], tmp_path: Path) -> None:
     shadow = tmp_path / "shadow/wandb"
     shadow.mkdir(parents=True)
-    (shadow / "__init__.py").write_text("raise ImportError('not here')")
+    (shadow / "__init__.py").write_text("raise ModuleNotFoundError('not here', name='wandb')")
     env = clean_env()
     env["PYTHONPATH"] = f"{shadow.parent}{os.pathsep}{env['PYTHONPATH']}"
     result = training("run", "smoke", "--run-dir", str(tmp_path / "run"), "--set", *tiny, "log.wandb=x", env=env)
-    assert result.code == 2 and "pip install wandb" in result.output and result.output.count("error:") == 1, (
-        result.output
-    )
+    assert (
+        result.code == 2
+        and "pip install 'lockstep-torch[wandb]'" in result.output
+        and result.output.count("error:") == 1
+    ), result.output
 
 
 HANGING = """

@@ -18,9 +18,9 @@ from functools import partial
 from typing import Any
 
 from .. import config as configuration
-from .. import files
+from .. import extras, files
 from ..config import Log, RunSettings
-from ..contract import UserError, say
+from ..contract import UserError, say, to_stderr
 from ..files import json_text
 from ..limits import PROGRESS_SECONDS
 from ..parallel.world import World
@@ -59,7 +59,7 @@ class Console:
 
     def warn(self, text: str) -> None:
         """Prints a warning on stderr, with any format."""
-        say(f"warning: rank {self.world.rank}: {text}", error=True)
+        to_stderr(f"warning: rank {self.world.rank}: {text}")
 
     def progress(self) -> None:
         """Prints a line a minute. Called every few seconds."""
@@ -185,7 +185,9 @@ class _Listener:
         self._name, self._patience = name, patience
         self._on = True
         self._tracker: Tracker = self._guarded(make)
-        self._thread = Background(name, self._late)
+        self._thread = Background(
+            name, lambda: to_stderr(f"warning: {name} has not taken everything within {patience:g} s; the run ends")
+        )
 
     def on_event(self, event: dict[str, Any]) -> None:
         if self._on and (values := logged(event)):
@@ -195,9 +197,6 @@ class _Listener:
         if self._on:
             self._thread.run(partial(self._guarded, self._tracker[1]), seconds=self._patience)
 
-    def _late(self) -> None:
-        say(f"warning: {self._name} has not taken everything within {self._patience:g} s; the run ends", error=True)
-
     def _guarded(self, action: Callable[..., Any], *values: Any) -> Any:
         """Returns the action's result; None: the tracker is off, or this failure switches it off."""
         try:
@@ -206,14 +205,12 @@ class _Listener:
             raise
         except Exception as error:  # noqa: BLE001 - whatever a service's client raises
             self._on = False
-            say(f"warning: {self._name} is off: {error}; the run continues", error=True)
+            to_stderr(f"warning: {self._name} is off: {error}; the run continues")
 
 
 def _tensorboard(run: RunDirectory, step: int) -> Tracker:
-    try:
+    with extras.explained():
         from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise UserError("log.tensorboard=true needs tensorboard: pip install tensorboard, or set it to false") from None
     writer = SummaryWriter(str(run.path / TENSORBOARD), purge_step=step + 1)
 
     def log(values: Values, step: int) -> None:
@@ -226,10 +223,8 @@ def _tensorboard(run: RunDirectory, step: int) -> Tracker:
 
 
 def _wandb(config: RunSettings, run: RunDirectory) -> Tracker:
-    try:
+    with extras.explained():
         import wandb
-    except ImportError:
-        raise UserError("log.wandb needs wandb: pip install wandb, or set it to null") from None
     saved = files.read_json(run.path / WANDB_ID)
     identity = saved.get("id") if isinstance(saved, dict) else None
     if not isinstance(identity, str):

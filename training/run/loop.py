@@ -266,11 +266,8 @@ class Loop:
             )
         before, step = self.run.user_state.data, self.run.state.cursor.step
         if step and before != about:
-            different = [
-                f"{name}: {before.get(name)} → {about.get(name)}"
-                for name in sorted(before.keys() | about.keys())
-                if before.get(name) != about.get(name)
-            ]
+            names = sorted(name for name in before.keys() | about.keys() if before.get(name) != about.get(name))
+            different = [f"{name}: {before.get(name)} → {about.get(name)}" for name in names]
             raise UserError(
                 f"the run resumes after batch {step} of an epoch that was divided differently ({'; '.join(different)}): "
                 "undo the change, or start over in another run directory. A script whose dataset grows computes it from the epoch, "
@@ -340,8 +337,10 @@ class Loop:
                     self._skipped += 1
                     self.attempt.desync.sync_point(Place.SKIPPED)
                 if length is not None:  # how many steps the script makes of a batch is known now
-                    self._plan(length * (run.user_state.steps - before))
-                    length = None
+                    steps_an_epoch, length = length * (run.user_state.steps - before), None
+                    if planned := self.steps_planned or (self.epochs_planned or 0) * steps_an_epoch:
+                        run.console.planned = planned
+                        run.metrics.set("steps_planned", planned)
         except GeneratorExit:
             self._is_left = True
             raise
@@ -350,11 +349,6 @@ class Loop:
                 self.attempt.desync.leave_loop()
                 self._under_way = None
             getattr(given, "close", lambda: None)()
-
-    def _plan(self, steps_an_epoch: int) -> None:
-        if steps := self.steps_planned or (self.epochs_planned or 0) * steps_an_epoch:
-            self.run.metrics.set("steps_planned", steps)
-            self.run.console.planned = steps
 
     def part(self, batch: T) -> T:
         """Returns this rank's contiguous part of a global batch, and gives `step` its number of samples. Collective in the first steps."""
@@ -455,7 +449,7 @@ class Loop:
             "steps": run.user_state.steps, "epochs": run.state.cursor.epoch, "train_loss": history.get("train_loss"),
             **{f"train_{name}": history.get(f"train_{name}") for name in run.user_state.measured},
             "test_loss": history.get("test_loss"), "accuracy": history.get("accuracy"),
-            "best_accuracy": history.get("best_accuracy"), saver.scores.best_name: saver.scores.best,
+            "best_accuracy": history.get("best_accuracy"), f"best_{saver.scores.rule.name}": saver.scores.best,
             "images_per_second": run.user_state.samples / trained,
             "examples_seen": run.user_state.samples, "trained_seconds": trained,
             "wall_seconds": time.perf_counter() - run.began, "restarts": run.attempt - 1,

@@ -21,7 +21,7 @@ from ..checkpoint import store
 from ..checkpoint.object_store import ObjectStore, TakenOver
 from ..checkpoint.state import gather
 from ..checkpoint.store import KeepBest, Rule, SaveResult, Writer
-from ..contract import UserError, say
+from ..contract import UserError, to_stderr
 from ..limits import (
     BUCKET_LOOK_SECONDS,
     LAST_COMMIT_SECONDS,
@@ -61,14 +61,11 @@ class Interval:
         """Records how many seconds the writing in the background took."""
         self._writes.append(max(0.0, seconds))
 
-    def mtbf(self, trained: float) -> float:
-        """Returns the mean seconds between failures. `trained`: seconds of training so far, of all attempts."""
-        return (PRIOR_SECONDS + max(0.0, trained)) / (1 + self.failures)
-
     def seconds(self, trained: float) -> float:
-        """Returns the seconds between two saves. `trained`: as in `mtbf`."""
+        """Returns the seconds between two saves. `trained`: seconds of training so far, of all attempts."""
         cost, write = (statistics.median(some or [0.0]) for some in (self._costs, self._writes))
-        best = math.sqrt(2 * cost * self.mtbf(trained))
+        mtbf = (PRIOR_SECONDS + max(0.0, trained)) / (1 + self.failures)
+        best = math.sqrt(2 * cost * mtbf)
         least = max(MIN_INTERVAL_SECONDS, WRITES * write)
         return min(max(best, least), max(MAX_INTERVAL_SECONDS, least))
 
@@ -144,14 +141,9 @@ class Scores:
             self._history[f"{which}_{rule.name}"] = value
 
     @property
-    def best_name(self) -> str:
-        """The key of the best score in `history` and summary.json."""
-        return f"best_{self.rule.name}"
-
-    @property
     def best(self) -> float | None:
         """The best score of the run so far; None: no score was recorded."""
-        return self._history.get(self.best_name)
+        return self._history.get(f"best_{self.rule.name}")
 
     def asks(self, step: int) -> bool | None:
         """Returns whether to save the state after `step` for its score. None: no score came since the last call."""
@@ -366,7 +358,7 @@ class Saver:
         wait([future], seconds)
         error = future.exception() if future.done() else f"the bucket did not answer within {seconds:.0f} s"
         if error is not None:
-            say(f"warning: {self.run.path}: the end of this attempt is not in the bucket: {error}", error=True)
+            to_stderr(f"warning: {self.run.path}: the end of this attempt is not in the bucket: {error}")
 
     def close(self) -> None:
         """Waits for the last save, unless it hangs. Then its temporary file stays, and the next start removes it."""
