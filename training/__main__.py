@@ -93,8 +93,8 @@ def _run(args: argparse.Namespace) -> int:
         error.shared = True  # every rank has the same arguments
         raise
 
-    # It imports torch: only when the arguments are known to be valid.
-    from .recipe import loop
+    with extras.importing():  # torch: only when the arguments are known to be valid
+        from .recipe import loop
 
     try:
         loop.train(config, args.run_dir or Path("runs") / config.recipe, args.fresh_once or args.fresh, _BEGAN)

@@ -18,6 +18,7 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from .. import extras
 from ..limits import LISTEN_SECONDS
 
 if TYPE_CHECKING:
@@ -45,7 +46,8 @@ def tcp_store(
         size: number of ranks that use the store; None: unknown.
         socket: the socket on which the store listens (`listening`), which this function closes; None: a new one.
     """
-    import torch.distributed as dist
+    with extras.importing():
+        import torch.distributed as dist
 
     timeout = timedelta(seconds=seconds)
     if not serves:
