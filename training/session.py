@@ -16,7 +16,7 @@ from typing import Any, TypeVar, overload
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, get_worker_info
 
 from lockstep.wire.payload import SessionOptions
 
@@ -578,6 +578,11 @@ class Session(Reporting):
             raise RuntimeError(f"{what} comes before the loop, keep() (called once), run.print, run.log, run.values, …")
 
     def _started(self) -> Loop:
+        if get_worker_info() is not None:
+            raise RuntimeError(
+                "a worker process of a loader has a copy of the session, as it was when the epoch began: compute a sample from its index "
+                "and torch's random numbers alone, or load without workers"
+            )
         return self._loop or self._begin_loop({}, {})
 
     def _begin_loop(self, things: Mapping[str, Any], of_rank: Mapping[str, Any]) -> Loop:

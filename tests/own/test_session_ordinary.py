@@ -11,7 +11,7 @@ from tests.own.job import scripts
 pytestmark = pytest.mark.promise("session-resume")
 
 CODE = """
-import tempfile
+import copy, tempfile
 folder, kind, steps = sys.argv[1:]
 X = torch.randn(96, 6, generator=torch.Generator().manual_seed(1))
 Y = X[:, :3].argmax(1)
@@ -50,11 +50,15 @@ def train(kind, run, steps):
     def easy_first():
         with torch.no_grad():
             return F.cross_entropy(model(X), Y, reduction="none").argsort().split(12)
+    def mixed(samples):
+        x, y = torch.utils.data.default_collate(samples)
+        return 0.7 * x + 0.3 * x.roll(1, 0), y
     def loss(x, y):
-        logits, far = model(x), run.steps >= 10 and kind == "late"
+        logits, far = model(x), run.steps >= 10 if kind == "late" else run.steps % 5 == 4 and kind == "lazy"
         return F.cross_entropy(logits, y) + ((logits @ logits.T).log_softmax(1).diag().neg().mean() if far else 0.0)
-    if kind == "kept":
-        run.keep(data=fading)
+    teacher = copy.deepcopy(net) if kind == "rebound" else None
+    if kind in ("kept", "rebound"):
+        run.keep(thing=teacher or fading)
     for epoch in run.epochs(steps=steps):
         if kind == "order":
             for ids in run.iterate(easy_first()):
@@ -67,16 +71,21 @@ def train(kind, run, steps):
             own = TensorDataset(X[run.rank :: run.size], Y[run.rank :: run.size])
             batches = run.iterate(DataLoader(own, 6, num_workers=1, persistent_workers=True))
         else:
-            own = {"labels": relabelled, "kept": lambda: fading}.get(kind, lambda: plain)
-            batches = run.batches(own(), 4 if kind == "late" else 12)
+            split = lambda: TensorDataset(X + run.resumed, Y)
+            own = {"labels": relabelled, "kept": lambda: fading, "split": split}.get(kind, lambda: plain)
+            collate = mixed if kind == "mixing" else None
+            batches = run.batches(own(), 4 if kind == "late" else 12, workers=int(kind == "split"), collate=collate)
         for x, y in list(batches) if kind == "early" else batches:
             if kind in ("ignored", "counted"):
                 run.step(F.cross_entropy(model(x), y), samples=int((y >= 0).sum()) if kind == "counted" else None)
             elif kind in ("hardest", "masked"):
                 losses, mask = F.cross_entropy(model(x), y, reduction="none"), torch.arange(len(y)) % 3 > 0
                 run.step(losses.topk(3).values.mean() if kind == "hardest" else (losses * mask).sum() / mask.sum())
+            elif kind == "fewer":
+                run.step(loss, x[y > 0], y[y > 0])
             else:
                 run.step(loss, x, y, samples=len(y))
+            teacher = copy.deepcopy(net) if kind == "rebound" and run.steps == 10 else teacher
             fading.scale *= 0.99 if kind == "kept" else 1.0
         torch.save(net.state_dict(), best)
         measured = network or run.for_evaluation()
@@ -96,6 +105,11 @@ WARNED = {
     "temporary": ["the temporary file best", "the temporary file best"],
     "lasting": ["", "the loader's worker processes last for all epochs"],
     "late": ["the loss of a batch is not the mean over its samples", "the loss of a batch is not the mean over its samples"],
+    "lazy": ["the loss of a batch is not the mean over its samples", "the loss of a batch is not the mean over its samples"],
+    "fewer": ["and its mean counts as that of 6", "and its mean counts as that of 6"],
+    "mixing": ["the collate function makes another entry", "the collate function makes another entry"],
+    "split": ["", "the dataset of run.batches() has other samples than when this epoch began"],
+    "rebound": ["", "no checkpoint has them: teacher. "],
     "hook": ["", "no checkpoint has them: attribute 1.running"],
     "labels": ["", "the dataset of run.batches() has other samples than when this epoch began"],
     "order": ["", "the loader gives other batches now"],
@@ -105,10 +119,11 @@ WARNED = {
 
 
 def test_a_loop_that_trains_otherwise_on_ranks_or_after_a_resume_is_named(tmp_path: Path) -> None:
-    """Batches are listed before their steps, a copy of the model is measured after the steps that follow it, one rank alone stops, labels
-    are ignored, a loss takes the largest ones or a mask, a term of it comes late, a hook carries a norm, labels and an order come from the
-    weights, the best weights are in a temporary file, worker processes last for all epochs. What is right is not named, such as a dataset
-    that changes and is kept."""
+    """Batches are listed before their steps, a copy of the model is measured after the steps that follow it, one rank alone stops,
+    labels are ignored, a loss takes the largest ones or a mask, a term of it comes late or is in some steps only, samples are left out
+    after the batches are cut, or mixed by `collate`, a kept object loses its name to another one, a split is drawn otherwise, a hook
+    carries a norm, labels and an order come from the weights, the best weights are in a temporary file, worker processes last for all
+    epochs. What is right is not named, such as a dataset that changes and is kept."""
     for start, steps in enumerate((12, 20)):
         # A function is checked at its 16th step.
         ends = scripts(2, CODE, *((tmp_path, kind, steps + 8 * (kind == "late")) for kind in WARNED))

@@ -1,6 +1,7 @@
 """Checks whether the loss of a batch, and its gradient, are the mean over its samples, and whether the function of a step carries a state
-from one batch to the next. If a check fails, several ranks or a resume may give other weights than one process. It comes at the third step
-of a function, at its steps 16, 32, 64 …, and in the first step of the epochs 2, 3, 5, 9 …, since a loss may have other terms by then.
+from one batch to the next. If a check fails, several ranks or a resume may give other weights than one process. It comes after the third
+step of a function, after each later one whose loss ends in other operations, after its steps 16, 32, 64 …, and after the first step of the
+epochs 2, 3, 5, 9 …, since a loss may have other terms by then.
 
 The check calls the function in evaluation mode: twice with the same samples and random numbers, once with other random numbers, and with
 each half of the samples. It does so again in training mode, if there is no batch norm. If a call raises because of its gradient, only the
@@ -48,7 +49,7 @@ _NO_SAMPLES = ("Mean", "Div", "Stack", "Cat")
 """Operations whose results are no sums of samples, though they may be as many: means, shares of a mean, several losses."""
 _CHOICES = re.compile("(Index|IndexSelect|Topk|Sort|MaskedSelect|Slice)Backward[01]?")
 """Operations that take some entries of a tensor."""
-_MOST = 100
+_MOST, _LAST = 100, 8
 
 Call = Callable[[StepInput, int, int], tuple[torch.Tensor, Numbers]]
 Gradient = tuple[torch.Tensor | None, ...]
@@ -65,6 +66,17 @@ class BatchMean:
         """Steps of each function."""
         self._losses = 0
         """Losses that `look_at_loss` has seen."""
+        self._end: tuple[str, ...] = ()
+        """The last operations of the newest loss (`note`)."""
+        self._checked = set[Any]()
+        """(function, last operations of its loss) of the checks."""
+
+    def note(self, loss: torch.Tensor) -> None:
+        """Notes the last operations of a loss: not each step may have the same terms."""
+        nodes = [loss.grad_fn]
+        for node in nodes:
+            nodes += [inner for inner, _ in getattr(node, "next_functions", ()) if len(nodes) < _LAST]
+        self._end = tuple(type(node).__name__ for node in nodes)
 
     def look(self, inputs: StepInput, call: Call, code: types.CodeType | None) -> None:
         """Counts the step, and warns once of its function. Waits for the device at the step of the check.
@@ -78,33 +90,37 @@ class BatchMean:
         function = code or type(inputs.compute)
         self._steps[function] += 1
         self._warn_of_own_divisor(inputs)
+        lengths = [len(piece) for piece in pytree.pieces(inputs.batch)]
+        if inputs.part is not None and inputs.divisor is None and 0 < max(lengths, default=0) < inputs.samples:
+            self._run.warn(
+                f"the function of a step gets {max(lengths)} samples, and its mean counts as that of {inputs.samples}, this rank's: "
+                "leave samples out of the dataset, or return the sum over those that count, with divisor=torch.tensor(len(y))",
+                "fewer",
+            )
         cursor = self._run.state.cursor
         is_new_epoch = not cursor.step and cursor.epoch > 0 and not cursor.epoch & (cursor.epoch - 1)  # 1, 2, 4, 8 …
         count = self._steps[function]
-        is_due = count == CALL or is_new_epoch or (count >= OFTEN and not count & (count - 1))
-        if not is_due or (inputs.part is not None and not inputs.part.samples):
+        is_due = is_new_epoch or (count >= OFTEN and not count & (count - 1))
+        is_other = count >= CALL and (function, self._end) not in self._checked and len(self._checked) < _MOST
+        if not (is_due or is_other) or (inputs.part is not None and not inputs.part.samples):
             return
+        self._checked.add((function, self._end))
         with contextlib.suppress(Unsafe):
             for trains in (False, True):
-                if sentence := self._tried(inputs, call, trains, is_first=count == 1):
+                if sentence := self._tried(inputs, call, trains):
                     self._run.warn(sentence, sentence.partition(":")[0])
                     return
 
-    def _tried(self, inputs: StepInput, call: Call, trains: bool, is_first: bool) -> str:
+    def _tried(self, inputs: StepInput, call: Call, trains: bool) -> str:
         """Returns the result of `_compared`: of losses and gradients, or of losses alone if the gradients raise. Returns "" if the losses
-        raise, too: the step itself raises again.
-
-        Args:
-            is_first: whether the function has had no step. A strategy may prepare itself in its first backward pass.
-        """
+        raise, too: a function may not be made for a part of its batch."""
         has_hooks = next(hooks_of_script(self._replica.sync.model, self._replica.hooks), None) is not None
-        gradients = (False,) if is_first or has_hooks else (True, False)
-        for with_gradient in gradients:
+        for with_gradient in (False,) if has_hooks else (True, False):
             try:
                 return self._compared(inputs, call, trains, with_gradient)
             except Unsafe:
                 raise
-            except Exception:  # noqa: BLE001, S112 - the step itself raises a function's own error again
+            except Exception:  # noqa: BLE001, S112 - of the function
                 continue
         return ""
 
@@ -261,8 +277,8 @@ def _unlike_halves(
     return (
         f"the gradient of a batch is not the {kind} over its samples: that of {samples} samples and that of their two halves "
         f"differ by {apart:.2g} of their norm, though the loss is the {kind}. So N ranks take another step than one. A term that is "
-        "divided by its own value, or advantages that are whitened, depend on the samples of a rank: compute such numbers from the "
-        "whole batch, before run.part(), and pass them as arguments"
+        "divided by its own value, advantages that are whitened, or an Embedding with scale_grad_by_freq depend on the samples of a rank: "
+        "compute such numbers from the whole batch, before run.part(), and pass them as arguments"
     )
 
 
@@ -377,7 +393,7 @@ def _advice(inputs: StepInput, whole: float, halves: tuple[float, float], near: 
         return "It is a sum: give its divisor, run.step(function, …, divisor=…)"
     return (
         "Return a mean over the samples, or a sum with divisor=… (tokens, class weights). A loss that compares samples sees those of "
-        "its rank alone"
+        "its rank alone. run.part() cuts the first dimension, which is that of the samples"
     )
 
 

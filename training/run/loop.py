@@ -217,7 +217,7 @@ class Loop:
         batches.warn = self.run.warn
         cursor, steps, world = self.run.state.cursor, batches.division.steps, self.run.world
         is_kept = self.run.user_state.has(batches.source)
-        if cursor.step and not (batches.workers or self._is_recipe or is_kept):
+        if cursor.step and not (self._is_recipe or is_kept):
             with contextlib.closing(ElasticBatches(batches, world, cursor.epoch, 0)) as again:
                 self.attempt.unsaved.compare_first(next(again)[0])
         given = ElasticBatches(batches, world, cursor.epoch, cursor.step)

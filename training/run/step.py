@@ -83,7 +83,8 @@ class Step:
         self._total: int | None = None
         """Samples of all ranks: `_divide` sets it once the gradients are summed; `backward`, of a new step, clears it."""
         self._versions: list[int] = []
-        """Versions of the gradients after `backward`, if a rank has some of them only. A changed gradient has a higher one in `update`."""
+        """Versions of the gradients after `backward`: of a micro-batch, or if a rank has some of the sums only. A changed one has a higher
+        version in the next `backward`, or in `update`."""
         self._counted = True
         """Whether the cursor is beyond the batch under way: `begin_batch` clears it, `_count` sets it."""
         self._stand_in = contextlib.ExitStack()
@@ -188,9 +189,9 @@ class Step:
             else:
                 keeps = self.looks or inputs.scaler is not None or self.logical_workers is not None
                 self._before = kept_buffers(self.replica.model) if keeps else []
-            self._batch_mean.look(inputs, self._loss, code)
             self._as_function, self.attempt.stage = True, 2
             norm = self._tried(inputs)
+            self._batch_mean.look(inputs, self._loss, code)
             self.replica.sync.zero_grad()
         if self.logical_workers is not None:
             self.logical_workers.end()
@@ -304,6 +305,7 @@ class Step:
         """Adds the gradient of these samples to that of the step, and their loss and numbers to its sums."""
         weighed = samples * inputs.weight
         share, divisor = (inputs.weight, inputs.divisor) if inputs.divisor is not None else (weighed, inputs.total or 1)
+        self._batch_mean.note(loss)
         scaled = loss * (share * self.replica.sync.loss_factor / divisor)
         # The strategy's hooks send the gradients from in here (sync/base.py, sync/buckets.py; DDP's are torch's).
         (scaled if inputs.scaler is None else inputs.scaler.scale(scaled)).backward()
@@ -447,6 +449,11 @@ class Step:
                 "micro_batch_size, capture and sync.name=exact need a step that can be called: run.step(lambda x, y: loss, x, y) in "
                 "place of run.step(loss)"
             )
+        if self.pending and self._versions != self._versions_of_parts():
+            raise RuntimeError(
+                "the gradients were changed between two backward() of run.accumulate(): until the last one they are those of some samples. "
+                "Clip or change them after the loop over the micro-batches, before run.update(), or give run.update(clip=…)"
+            )
         inputs = inputs.of_part(self.part, whole=not self._accumulating)
         part = inputs.part
         samples = 0 if part is not None and part.samples == 0 else inputs.samples
@@ -460,6 +467,7 @@ class Step:
         self.pending, self._as_function, self._inputs = True, False, inputs
         self._backpropagate(inputs, loss, {}, samples)
         if self._micro_batches:
+            self._versions = self._versions_of_parts()
             return
         with self.run.state.clock.synchronizing(sync.watch):
             sync.synchronize()
@@ -471,6 +479,10 @@ class Step:
         some_only = sync.shards_gradients and sync.is_replicated
         return [gradient._version for gradient in sync.gradients()] if some_only else []
 
+    def _versions_of_parts(self) -> list[int]:
+        parameters = self.replica.model.parameters()
+        return [parameter.grad._version for parameter in parameters if parameter.grad is not None]
+
     def update(self, inputs: StepInput) -> None:
         """Moves the weights with the optimizers, the clipping and the scaler of `inputs`. Collective.
 
@@ -479,7 +491,10 @@ class Step:
             RuntimeError: there was no `backward`, or micro-batches or samples are missing.
         """
         if not self.pending:
-            raise RuntimeError("update() was called without backward(): there is no gradient")
+            raise RuntimeError(
+                "update() was called without run.backward(loss), which sums the gradient over the ranks: a gradient that the script "
+                "computes itself is that of this rank's samples"
+            )
         sync, part, total = self.replica.sync, self.part, self._total
         inputs = dataclasses.replace(self._inputs, optimizers=inputs.optimizers, clip=inputs.clip, scaler=inputs.scaler)
         inputs = self._moving(inputs)

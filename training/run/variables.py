@@ -154,8 +154,8 @@ class Variables:
         return through or reads(code, name) or (code in methods.values() and reads(code, f".{attribute}"))
 
     def differing(self, before: dict[str, str], sort: str = "") -> list[str]:
-        """Returns the names of variables that have another value than in these digests of a checkpoint, and of attributes that objects do
-        not have yet.
+        """Returns the names of variables that have another value than in these digests of a checkpoint, or a kept object in place of it,
+        and of attributes that objects do not have yet.
 
         Args:
             sort: `KIND`: compares those that were functions, classes, modules without numbers, or hooks; `CHOICE`: objects with several
@@ -174,7 +174,11 @@ class Variables:
             if text is not None and (text != before[name] or text == _ITERATOR) and not _is_running(value)
         ]
         missing = [name for name in before if name not in now and self._is_missing(name, kinds_before)]
-        return [name.removesuffix(_OBJECT) for name in [*others, *missing]]
+        kept = self._state.user_state
+        restored = {id(one) for one in (*kept.objects.values(), *kept.rank_objects.values())}
+        # The script has given the name to another object, and the checkpoint has the first.
+        named = [name for name, value, *_ in things if type(value) is Same and value.of in restored and name in before]
+        return list(dict.fromkeys(name.removesuffix(_OBJECT) for name in [*others, *missing, *named]))
 
     def _is_missing(self, name: str, of_another: set[str]) -> bool:
         """Returns whether a name is an attribute that an object lacks here, and that lasts for more than one call.
