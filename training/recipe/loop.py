@@ -33,7 +33,6 @@ from ..models.arithmetic import (
     real_type,
 )
 from ..observe.account import TimeCategory
-from ..observe.goodput import GoodputRecorder
 from ..optim import set_rates
 from ..parallel.exchange import all_gather_trees, broadcast_tree, failing_together
 from ..parallel.world import World
@@ -59,13 +58,12 @@ def train(config: Config, run_dir: Path, fresh: bool | str, began: float) -> Non
     start = Run(run_dir, config, fresh=fresh, began=began)
     with session_of(start) as run:
         recipe = Recipe(run, config, start)
-        progress = Progress(run, config, recipe.evaluator, start.goodput)
         for epoch in run.epochs(config.epochs):
             for batch in run.batches(recipe.batches):
                 recipe.step(batch)
-                progress.step_done()
+                recipe.score_step()
             if epoch + 1 == config.epochs or (epoch + 1) % config.evaluate.every == 0:
-                progress.log(recipe.evaluator.score(run.for_evaluation(), run.boundary))
+                recipe.log(recipe.evaluator.score(run.for_evaluation(), run.boundary))
         _conclude(run, config, len(recipe.evaluator.classes))
 
 
@@ -111,6 +109,9 @@ class Recipe:
         run.summary.update(global_batch_size=size, data=run.facts["data"])
         with failing_together(world):
             self.evaluator = Evaluator(config, world, manifest)
+        self._goodput = start.goodput
+        self._scored = (run.steps, run.seconds)
+        """When the last event `score` came, or the run began or was resumed."""
 
     def _batches(self, size: int) -> Batches:
         """Returns the batches of the training samples, for this global batch size."""
@@ -119,8 +120,8 @@ class Recipe:
             self.manifest.count("train"), size, world, config.seed, uneven=config.uneven, shuffle=config.data.shuffle != "none",
             multiple=models.batch_multiple(self.model), parts=self._strategy.batch_parts,
         )  # fmt: skip
-        samples = Samples.open(self.manifest, "train")
-        return Batches(Stored(samples, world, config.seed, config.data.resident), division)
+        self._samples = Samples.open(self.manifest, "train")
+        return Batches(Stored(self._samples, world, config.seed, config.data.resident), division)
 
     def _repays(self) -> bool:
         """Whether a compiled network repays its compiling: for `compile: auto`."""
@@ -144,9 +145,7 @@ class Recipe:
 
     def _first_images(self, count: int) -> torch.Tensor:
         """Returns the first training images, uint8 [n, h, w, c], or the first vectors."""
-        assert isinstance(self.batches.source, Stored)
-        samples = self.batches.source.samples
-        return samples.take(torch.arange(min(count, len(samples))))[0]
+        return self._samples.take(torch.arange(min(count, len(self._samples))))[0]
 
     def _example(self) -> torch.Tensor:
         """A few samples as the network will see them."""
@@ -175,38 +174,30 @@ class Recipe:
         smoothing = config.loss.smoothing
         return F.cross_entropy(logits.to(x.dtype), batch.labels, label_smoothing=smoothing, reduction="sum")
 
-
-class Progress:
-    """Logs the scores; with `log.score_every`, also within an epoch.
-
-    An event `score` comes after the first step and every `log.score_every` steps from there: after step 1, 101, 201, … with 100.
-    The table counts from 0, as the module's loop does (`if i % 100 == 0`), so its lines are those of steps 0, 100, 200 and so on.
-    `train_loss` is the mean loss of that step's global batch, before its update, and None if the step was left out.
-    `test_loss` is of the whole test split, after it.
-    With `data.split=exercise` both are of all its samples, after it. `step_seconds` is the mean seconds of a step since the last score.
-    """
-
-    def __init__(self, run: Session, config: Config, evaluator: Evaluator, goodput: GoodputRecorder) -> None:
-        self._run, self._every, self._evaluator, self._goodput = run, config.log.score_every, evaluator, goodput
-        self._same_samples = config.data.split == "exercise"
-        self._last = (run.steps, run.seconds)
-
     def log(self, score: Score) -> None:
-        self._run.log(accuracy=score.accuracy, test_loss=score.loss)
-        self._run.summary["class_accuracy"] = score.by_class(self._evaluator.classes)
+        self.run.log(accuracy=score.accuracy, test_loss=score.loss)
+        self.run.summary["class_accuracy"] = score.by_class(self.evaluator.classes)
 
-    def step_done(self) -> None:
-        run = self._run
-        if not self._every or (run.steps - 1) % self._every:
+    def score_step(self) -> None:
+        """With `log.score_every`, logs the scores within an epoch.
+
+        An event `score` comes after the first step and every `log.score_every` steps from there: after step 1, 101, 201, … with 100.
+        The table counts from 0, as the module's loop does (`if i % 100 == 0`), so its lines are those of steps 0, 100, 200 and so on.
+        `train_loss` is the mean loss of that step's global batch, before its update, and None if the step was left out.
+        `test_loss` is of the whole test split, after it. With `data.split=exercise` both are of all its samples, after it.
+        `step_seconds` is the mean seconds of a step since the last score.
+        """
+        run, every = self.run, self.config.log.score_every
+        if not every or (run.steps - 1) % every:
             return
         loss, seconds = run.loss(), run.seconds
         with self._goodput.on(TimeCategory.EVALUATION):
-            score = self._evaluator.score(run.for_evaluation())
-        if self._same_samples:
+            score = self.evaluator.score(run.for_evaluation())
+        if self.config.data.split == "exercise":
             loss = score.loss
         self.log(score)
-        steps, since = run.steps - self._last[0], seconds - self._last[1]
-        self._last = (run.steps, seconds)
+        steps, since = run.steps - self._scored[0], seconds - self._scored[1]
+        self._scored = (run.steps, seconds)
         run.event(
             "score", step=run.steps, train_loss=loss, test_loss=score.loss, accuracy=score.accuracy,
             step_seconds=since / max(steps, 1),
@@ -236,8 +227,6 @@ def _conclude(run: Session, config: Config, classes: int) -> None:
 def _decided(run: Session, config: Config, begun: Mapping[str, Any], **choices: Callable[[], Any]) -> Config:
     """The config where those of these settings that are `auto` have what the run began with, else the choice of rank 0. Collective."""
     wanted = [name for name in choices if getattr(config, name) == "auto"]
-    if not wanted:
-        return config
     with failing_together(run.world):
         chosen = {name: begun[name] if name in begun else choices[name]() for name in wanted}
     return config.model_copy(update=broadcast_tree(chosen, run.world))
