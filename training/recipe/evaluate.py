@@ -71,12 +71,20 @@ class Evaluator:
             boundary: called after each batch, on every rank the same number of times.
         """
 
+        config, dtype = self.config, real_type(self.config.precision)
+
+        def logits(view: torch.Tensor) -> torch.Tensor:
+            with autocast(config.precision, self.world.device):
+                output: torch.Tensor = model(view)
+            return output.to(dtype)
+
         def sums(images: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-            logits = self._logits(model, images)
-            hits = (logits.argmax(1) == labels).double()
-            none = torch.zeros(len(self.classes), dtype=torch.float64, device=logits.device)
+            x = normalise(images, config.data, dtype, config.channels_last is True)
+            output = augmented(logits, x, config.evaluate.tta)
+            hits = (output.argmax(1) == labels).double()
+            none = torch.zeros(len(self.classes), dtype=torch.float64, device=output.device)
             return {
-                "loss": F.cross_entropy(logits, labels, reduction="sum"),
+                "loss": F.cross_entropy(output, labels, reduction="sum"),
                 "correct": none.index_add(0, labels, hits),
                 "count": none.index_add(0, labels, torch.ones_like(hits)),
             }
@@ -85,17 +93,6 @@ class Evaluator:
         rights, counts = totals["correct"].long(), totals["count"].long()
         classes = list(zip(rights.tolist(), counts.tolist()))
         return Score(int(rights.sum()), int(counts.sum()), float(totals["loss"] / counts.sum()), classes)
-
-    def _logits(self, model: nn.Module, images: torch.Tensor) -> torch.Tensor:
-        config = self.config
-        x = normalise(images, config.data, real_type(config.precision), config.channels_last is True)
-
-        def logits(view: torch.Tensor) -> torch.Tensor:
-            with autocast(config.precision, self.world.device):
-                output: torch.Tensor = model(view)
-            return output.to(real_type(config.precision))
-
-        return augmented(logits, x, config.evaluate.tta)
 
 
 def augmented(logits: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, tta: str) -> torch.Tensor:
