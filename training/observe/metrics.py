@@ -112,11 +112,6 @@ TABLE: dict[str, Spec] = {
 }  # fmt: skip
 """Every metric, without its prefix. docsite/reference.py makes the page of the metrics from it."""
 
-_KINDS: dict[str, Any] = {
-    "gauge": prometheus_client.Gauge, "counter": prometheus_client.Counter, "histogram": prometheus_client.Histogram,
-    "summary": prometheus_client.Summary,
-}  # fmt: skip
-
 
 class Metrics:
     """The metrics of one rank, in a registry of their own. Safe to read from other threads."""
@@ -128,7 +123,8 @@ class Metrics:
         self._families: dict[str, Any] = {}
         for name, row in TABLE.items():
             options = {"buckets": BUCKETS} if row.kind == "histogram" else {}
-            self._families[name] = _KINDS[row.kind](
+            kind = getattr(prometheus_client, row.kind.capitalize())
+            self._families[name] = kind(
                 PREFIX + name, row.help, [*self._labels, *row.labels], registry=self.registry, **options
             )
             values = next(iter(row.labels.values()), ("",)) if row.since == "start" else ()
