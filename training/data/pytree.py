@@ -107,10 +107,8 @@ def recorded(item: Any) -> Any:
         return item.recorded()
     if isinstance(item, torch.Tensor):
         return item.clone()
-    if isinstance(item, (list, tuple)):
-        return [recorded(value) for value in item]
-    if isinstance(item, Mapping):
-        return {key: recorded(value) for key, value in item.items()}
+    if isinstance(item, (list, tuple, Mapping)):
+        return _rebuilt(item, recorded)
     raise TypeError(f"a {type(item).__name__} in the batch is no tensor")
 
 
@@ -123,6 +121,6 @@ def fill(kept: Any, item: Any) -> bool:
             return False
         kept.copy_(item)
         return True
-    if isinstance(kept, dict):
+    if isinstance(kept, Mapping):
         return isinstance(item, Mapping) and kept.keys() == item.keys() and all(fill(kept[k], item[k]) for k in kept)
     return isinstance(item, (list, tuple)) and len(kept) == len(item) and all(map(fill, kept, item))
