@@ -118,13 +118,12 @@ def _write(stream: Stream, folder: Path, source: str) -> dict[str, Any]:
             f"{most}, check the labels"
         )
     mean, std = train.statistics()
-    splits = {split.name: split.entries for split in (train, test)}
     return {
         "format": 1,
         "source": source,
         "classes": classes,
         "shape": train.shape,
-        "splits": splits,
+        "splits": {split.name: split.entries for split in (train, test)},
         "mean": mean,
         "std": std,
     }
@@ -149,7 +148,7 @@ def prepare(data: Data) -> Manifest:
         UserError: the data is missing or corrupt, or the folder cannot be written.
     """
     if data.shards is not None:
-        return Manifest.fetch(data) if "://" in data.shards else Manifest.read(Path(data.shards))
+        return Manifest.fetch(data.shards, data.root) if "://" in data.shards else Manifest.read(Path(data.shards))
     directory = cache_directory(data)
     if (directory / MANIFEST).exists():
         return Manifest.read(directory)

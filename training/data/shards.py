@@ -131,14 +131,13 @@ class Manifest(Section):
             return cls._parsed(files.read(path, MAX_MANIFEST), directory, str(path))
 
     @classmethod
-    def fetch(cls, data: Data) -> Manifest:
+    def fetch(cls, url: str, root: str) -> Manifest:
         """Returns the manifest at the URL `data.shards`.
 
         Raises:
             UserError: it is missing or malformed, or the bucket cannot be reached (exit code 1).
         """
-        assert data.shards is not None
-        bucket, folder = Bucket(data.shards), Path(data.root) / _FETCHED
+        bucket, folder = Bucket(url), Path(root) / _FETCHED
         with as_user_error("data.shards cannot be used"):
             text, _ = bucket.read(MANIFEST, MAX_MANIFEST)
         place = f"{bucket.url}/{MANIFEST}"
