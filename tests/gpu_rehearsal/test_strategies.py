@@ -24,7 +24,7 @@ DDPS_OWN = {
     "copy cuda->cpu pageable blocking by recipe/loop.py:loss",
     "cudaStreamSynchronize by recipe/loop.py:loss",
 }
-READING = {"copy cuda->cpu pinned by observe/steps.py:_to_host", "cudaEventSynchronize by observe/steps.py:wait"}
+READING = {"copy cuda->cpu pinned by observe/steps.py:_to_host", "cudaEventSynchronize by observe/steps.py:poll"}
 """The losses of the first and the last step, on a separate stream. The host reads them once they have arrived."""
 RESIDENT = "copy cpu->cuda pageable by data/batches.py:batch"
 """The numbers of the samples: staged by the driver at the call, so nothing waits."""

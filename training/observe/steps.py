@@ -414,25 +414,12 @@ class _Copy:
     """float64 [2 + names]: the sum of losses, the number of samples, and other sums of the epoch so far."""
     names: Sequence[str]
     norm: torch.Tensor | None
-    summed: dist.Work | None
-    """The sum over the ranks under way; None: `sums` needs no sum over the ranks."""
-    arrived: torch.cuda.Event | None
-    """The end of the copy; None: the device is a CPU, so nothing is copied."""
     first_of_epoch: bool
     values: dict[str, Any]
     """Values of `start`, returned with the numbers."""
-
-    def is_here(self) -> bool:
-        if self.arrived is not None:
-            return bool(self.arrived.query())
-        return self.summed is None or self.summed.is_completed()
-
-    def wait(self) -> None:
-        """Waits for the numbers. Raises `RuntimeError` if the sum over the ranks failed."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        elif self.summed is not None:
-            self.summed.wait()
+    is_here: Callable[[], bool] = lambda: True
+    wait: Callable[[], object] = lambda: None
+    """Waits for the numbers: the sum over the ranks, and on a GPU the copy. Raises `RuntimeError` if the sum failed."""
 
 
 class LossReader:
@@ -474,17 +461,20 @@ class LossReader:
         """
         sums = losses.clone()
         norm = None if norm is None else norm.detach().clone()
+        copy = _Copy(sums, names, norm, self._first, values)
         summed = dist.all_reduce(sums, async_op=True) if self._sums else None
-        arrived = None
+        if summed is not None:
+            copy.is_here, copy.wait = summed.is_completed, summed.wait
         if self._stream is not None:  # a second stream waits for the other ranks; the training stream does not
             self._stream.wait_stream(torch.cuda.current_stream(self._world.device))
             with torch.cuda.stream(self._stream):
                 if summed is not None:
                     summed.wait()
-                sums, norm = _to_host(sums), None if norm is None else _to_host(norm)
+                copy.sums, copy.norm = _to_host(sums), None if norm is None else _to_host(norm)
                 arrived = torch.cuda.Event()
                 arrived.record()
-        self._copies.append(_Copy(sums, names, norm, summed, arrived, self._first, values))
+                copy.is_here, copy.wait = arrived.query, arrived.synchronize
+        self._copies.append(copy)
         self._first = False
 
     def poll(self, wait: bool = False) -> Iterator[dict[str, Any]]:
