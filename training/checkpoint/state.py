@@ -132,8 +132,8 @@ class UserState:
         Returns:
             The names of the saved generators that are not restored.
         """
-        own = {name: generators.state_of(generator) for name, generator in self.generators.items()}
-        mine = {name: zlib.crc32(repr(generators.comparable(state)).encode()) for name, state in own.items()}
+        own = {name: generators.comparable_state(generator) for name, generator in self.generators.items()}
+        mine = {name: zlib.crc32(repr(state).encode()) for name, state in own.items()}
         prints = all_gather_trees(mine, world)
         anew = []
         for name in sorted(self.generators.keys() & states.keys()):
@@ -337,16 +337,15 @@ def scatter(gathered: dict[str, Any] | None, state: TrainState, source: int = 0)
         ValueError: the checkpoint has other parameters, shapes or optimizer groups than this run.
     """
     gathered = gathered if state.world.rank == source else None
-    saved_by = broadcast_tree(None if gathered is None else len(gathered["ranks"]), state.world, source)
-    same_size = saved_by == state.world.size
-    ranks = None if gathered is None else gathered["ranks"]
+    shared, ranks = (None, None) if gathered is None else (gathered["shared"], gathered["ranks"])
+    same_size = broadcast_tree(None if ranks is None else len(ranks), state.world, source) == state.world.size
     if same_size:  # each gets its own part alone
         rank_state = scatter_trees(ranks, state.world, source)
     else:
         rank_state = broadcast_tree(None if ranks is None else _merged(ranks, state.sync), state.world, source)
         if rank_state["misfit"] is not None:
             raise ValueError(rank_state["misfit"])
-    shared = broadcast_tree(None if gathered is None else gathered["shared"], state.world, source)
+    shared = broadcast_tree(shared, state.world, source)
     parameters = _parameters(state.model)
     _copy(shared["model"], parameters, state.sync.copy_into_shard)
     frozen, evaluating = set(shared["frozen"]), set(shared["evaluating"])
@@ -488,10 +487,10 @@ def _load_optimizers(shared: dict[str, Any], state: TrainState) -> None:
             optimizer,
             [{**group, "params": [parameters[name] for name in group["params"]]} for group in saved["param_groups"]],
         )
-        casts = {
-            name: parameters[name].dtype for name in names if parameters[name].dtype != shared["model"][name].dtype
-        }
-        states = {name: _as_dtype(kept, casts.get(name)) for name, kept in saved["state"].items()}
+        states = dict(saved["state"])
+        for name in states.keys() & names:
+            if parameters[name].dtype != shared["model"][name].dtype:
+                states[name] = _as_dtype(states[name], parameters[name].dtype)
         numbered = _by_number({**saved, "state": states})
         # A setting that the checkpoint does not have is the optimizer's own: its schedule, say, is new.
         live = optimizer.state_dict()["param_groups"]
@@ -499,10 +498,8 @@ def _load_optimizers(shared: dict[str, Any], state: TrainState) -> None:
         state.sync.load_optimizer_state(optimizer, {**numbered, "param_groups": groups})
 
 
-def _as_dtype(entries: dict[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:
-    """Returns the entries in the dtype of their parameter, if that is another one than in the checkpoint. `step` has its own."""
-    if dtype is None:
-        return entries
+def _as_dtype(entries: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Returns the entries in the dtype of their parameter. `step` has its own."""
 
     def cast(value: Any) -> Any:
         return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value

@@ -48,7 +48,7 @@ MAX_HEADER_BYTES = 100_000_000
 """Limit of the header of `TENSORS`, by the safetensors library: about a million tensors."""
 FORMAT = 4
 _CHUNK = 8 << 20
-_NAME = re.compile(r"step-(\d{8,12})")
+_NAME = re.compile(r"step-\d{8,12}")
 KeepBest: TypeAlias = "bool | Mapping[str, str]"
 """The setting `checkpoint.keep_best`: {name: max or min}; true means {accuracy: max}."""
 
@@ -103,9 +103,7 @@ def checkpoint_name(step: int) -> str:
 
 def step_of(path: Path) -> int:
     """Returns the step of a checkpoint's folder, by its name, which must be one of `candidates`."""
-    match = _NAME.fullmatch(path.name)
-    assert match is not None
-    return int(match[1])
+    return int(path.name.removeprefix("step-"))
 
 
 def manifest(path: Path, step: int | None = None) -> dict[str, Any]:
