@@ -40,8 +40,6 @@ class Console:
 
     def __init__(self, log: Log, world: World, now: Callable[[], tuple[int, int]], columns: list[str] | None) -> None:
         self.log, self.world, self._now, self._columns = log, world, now, columns
-        self._by_step = log.score_every > 0
-        """Whether lines of `score` events replace the table of epochs."""
         self._header = False
         self.planned = 0
         """Optimizer steps of the whole run; 0: unknown so far."""
@@ -64,19 +62,18 @@ class Console:
     def progress(self) -> None:
         """Prints a line a minute. Called every few seconds."""
         (epoch, done), now = self._now(), time.monotonic()
-        since, before = self._reported or (now, done)
+        since, before = self._reported = self._reported or (now, done)
         if now - since >= PROGRESS_SECONDS:
             rate = (done - before) / (now - since)
             left = f" of {self.planned}, about {(self.planned - done) / rate / 60:.0f} min left" if self.planned else ""
             self.line(f"epoch {epoch}, step {done}{left}: {rate:.3g} steps/s{self._means}")
-        if self._reported is None or now - since >= PROGRESS_SECONDS:
             self._reported = now, done
 
     def on_event(self, event: dict[str, Any]) -> None:
         """Prints an event as JSON, or as a line of the table if it has one. A listener of `RunDirectory`."""
         if event["event"] == "step" and event["train_loss"] is not None:
             self._means = "".join(f", {name} {value:.4g}" for name, value in _trained(event))
-            if event["step"] in (1, self.planned) and not self._header and not self._by_step:
+            if event["step"] in (1, self.planned) and not self._header and not self.log.score_every:
                 self.line(f"step {event['step']}{self._means}")
         if self.log.format == "json":
             if self.world.leader and (event["event"] != "status" or self._is_news(event)):
@@ -86,7 +83,7 @@ class Console:
                 f"step {event['step'] - 1:5d} | train_loss {_number(event['train_loss'], 7)}"
                 f" | test_loss {event['test_loss']:7.4f} | step time {1000 * event['step_seconds']:7.2f} ms"
             )
-        elif event["event"] == "epoch" and not self._by_step:
+        elif event["event"] == "epoch" and not self.log.score_every:  # else those lines replace the table of epochs
             self._epoch(event)
 
     def _is_news(self, status: dict[str, Any]) -> bool:
