@@ -352,10 +352,9 @@ class RunSettings(Section):
 
     @model_validator(mode="after")
     def _deterministic_arithmetic(self) -> Self:
-        if self.deterministic and (self.tf32 or self.cudnn_benchmark):
-            raise ValueError("deterministic: true needs tf32: false and cudnn_benchmark: false")
-        if self.exact and (self.tf32 or self.cudnn_benchmark):
-            raise ValueError("sync.name=exact needs tf32: false and cudnn_benchmark: false")
+        for is_on, name in ((self.deterministic, "deterministic: true"), (self.exact, "sync.name=exact")):
+            if is_on and (self.tf32 or self.cudnn_benchmark):
+                raise ValueError(f"{name} needs tf32: false and cudnn_benchmark: false")
         return self
 
     @property
@@ -415,9 +414,8 @@ def load(recipe: str, assignments: list[str] | None = None) -> Config:
     Raises:
         UserError: there is no such recipe, or a setting is unknown or has the wrong type.
     """
-    named = RECIPES / f"{recipe}.yaml"
     if recipe in recipes():
-        path, name = named, recipe
+        path, name = RECIPES / f"{recipe}.yaml", recipe
     elif recipe.endswith((".yaml", ".yml")):
         path, name = Path(recipe), Path(recipe).stem
     else:
