@@ -142,12 +142,11 @@ def _looked() -> dict[str, tuple[str, str]]:
     """Returns thread → (state, number of sleeps) for each thread that runs gloo's collectives."""
     threads = {}
     with contextlib.suppress(OSError):
-        for task in os.listdir(_TASKS):
-            about = _TASKS / task
+        for about in _TASKS.iterdir():
             with contextlib.suppress(OSError):  # it has just ended
                 if (about / "comm").read_text() == "pt_gloo_runloop\n":
                     fields = dict(line.partition(":\t")[::2] for line in (about / "status").read_text().splitlines())
-                    threads[task] = fields["State"][:1], fields["voluntary_ctxt_switches"]
+                    threads[about.name] = fields["State"][:1], fields["voluntary_ctxt_switches"]
     return threads
 
 

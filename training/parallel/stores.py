@@ -188,8 +188,7 @@ def said(store: dist.Store, key: str, shape: str, most: int = SAID) -> str:
 
 def numbers(store: dist.Store, key: str) -> list[int]:
     """Returns the list of whole numbers at an existing key. Raises `ValueError` for another value."""
-    values: list[int] = json.loads(said(store, key, r"\[[0-9, ]+\]", most=1 << 17))
-    return values
+    return list(json.loads(said(store, key, r"\[[0-9, ]+\]", most=1 << 17)))
 
 
 def without_prefix(store: dist.Store) -> dist.Store:
@@ -211,10 +210,3 @@ def meet(store: dist.Store, key: str, count: int, seconds: float, waits: bool = 
     while waits and counted < count and time.monotonic() < deadline:
         time.sleep(0.05)
         counted = store.add(key, 0)
-
-
-def stay_on_this_machine() -> None:
-    """Sets gloo's and NCCL's interface to loopback, unless their variables are set. For runs with all ranks on this machine."""
-    interface = "lo" if sys.platform == "linux" else "lo0"
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        os.environ.setdefault(name, interface)

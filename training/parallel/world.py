@@ -16,6 +16,7 @@ import importlib
 import itertools
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 
@@ -295,8 +296,9 @@ def joined(
     nccl = chosen.type == "cuda" and backend == "auto" and not os.environ.get(ENV_LIVE)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
-    if world.nodes == 1:
-        stores.stay_on_this_machine()
+    if world.nodes == 1:  # gloo and NCCL stay on this machine, unless their variables name an interface
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(name, "lo" if sys.platform == "linux" else "lo0")
     # Imported later (torch.optim does so), it takes the group as default arguments of its functions and keeps it alive:
     # gloo's threads then outlive `destroy_process_group`, and one that drops a tensor while Python ends aborts the process.
     importlib.import_module("torch.distributed.nn.functional")
