@@ -162,12 +162,9 @@ def _tensors(model: nn.Module, batch_statistics: bool) -> Iterator[tuple[str, to
         if not batch_statistics and name.rsplit(".", 1)[-1] in BATCH_STATISTICS:
             continue
         # Only a DTensor has it; to import DTensor takes most of a second.
-        placements = getattr(tensor, "placements", None)
-        if placements is not None:
-            if any(placement.is_shard() for placement in placements):
-                continue
-            tensor = tensor.to_local()  # type: ignore[attr-defined]
-        yield plain_name(model, name), tensor
+        placements = getattr(tensor, "placements", ())
+        if not any(placement.is_shard() for placement in placements):
+            yield plain_name(model, name), tensor.to_local() if placements else tensor  # type: ignore[attr-defined]
 
 
 def _unlike_rank_0(values: torch.Tensor) -> dict[int, list[float]]:

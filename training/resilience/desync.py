@@ -139,16 +139,13 @@ class DesyncDetector:
         if world.size > 1 and not self._over.is_set():
             self._waiting = _Waiting(self.met + 1, moves, world.rank, at, step)
             number = (((moves >> 2) * len(_PLACES) + at) * len(CALLS) + CALLS.index(call)) * _RANKS + world.rank
-            self._compare(*all_reduce(torch.tensor([number, -number]), world, torch.maximum, _TAG).tolist())
+            last, first = all_reduce(torch.tensor([number, -number]), world, torch.maximum, _TAG).tolist()
+            (behind, rank), (ahead, other) = divmod(-first, _RANKS), divmod(last, _RANKS)
+            if behind != ahead:
+                with self._ending:
+                    self._end(f"after step {step}: {_parted(behind, rank, ahead, other)}")
         self.met += 1
         self._waiting = None
-
-    def _compare(self, last: int, first: int) -> None:
-        """Ends the process unless all ranks are at the same sync point. `last` and `-first` are the largest and the smallest code."""
-        (behind, rank), (ahead, other) = divmod(-first, _RANKS), divmod(last, _RANKS)
-        if behind != ahead:
-            with self._ending:
-                self._end(f"after step {self._steps()}: {_parted(behind, rank, ahead, other)}")
 
     def _watch(self) -> None:
         """Checks until the attempt is over. Where the store is gone, gloo reports an error."""
