@@ -32,10 +32,8 @@ def check_settings(config: Config, shape: tuple[int, ...]) -> None:
             raise UserError(
                 f"data.{name} has {len(values)} numbers, but the {shape_text}: give one for each, or one for all"
             )
-    if len(shape) == 3:
-        return
-    augment = data.augment
-    if augment.crop or augment.flip != "none" or config.evaluate.tta != "none":
+    moves = data.augment.crop or data.augment.flip != "none" or config.evaluate.tta != "none"
+    if moves and len(shape) != 3:
         raise UserError(
             f"{data.source} has feature vectors, which cannot be cropped or flipped: set crop=0 flip=none tta=none"
         )

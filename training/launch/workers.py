@@ -79,13 +79,12 @@ class Workers:
     def pids(self) -> list[int]:
         return [process.pid for process in self._running.values()]
 
-    def match(self, wanted: Iterable[WorkerId], first: int, env: Mapping[str, str]) -> None:
+    def match(self, wanted: list[WorkerId], first: int, env: Mapping[str, str]) -> None:
         """Kills the running processes that are not wanted, and starts the wanted processes that never ran. Raises `OSError`.
 
         Args:
             first: the first rank of this node, whose local rank is 0.
         """
-        wanted = list(wanted)
         self.kill([worker for worker in self.running if worker not in wanted])
         new = [worker for worker in wanted if worker not in self._begun]
         if not new:

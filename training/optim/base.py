@@ -37,7 +37,7 @@ class Adam(PlainOptimizer, torch.optim.Adam):
 
 class RatedOptimizer(PlainOptimizer):
     """Base of our own optimizers: the learning rates can live on the device, so that a recorded step reads them anew at every
-    replay. `rate(i)` is the rate of group i: a float, or a scalar on the device after `use_tensor`."""
+    replay."""
 
     rates: torch.Tensor | None = None
 
@@ -48,7 +48,8 @@ class RatedOptimizer(PlainOptimizer):
             with torch.enable_grad():
                 loss = closure()
         for number, group in enumerate(self.param_groups):
-            self.update([p for p in group["params"] if p.grad is not None], group, self.rate(number))
+            rate = group["lr"] if self.rates is None else self.rates[number]
+            self.update([p for p in group["params"] if p.grad is not None], group, rate)
         return loss
 
     def update(self, params: list[torch.Tensor], group: dict[str, Any], rate: float | torch.Tensor) -> None:
@@ -76,9 +77,6 @@ class RatedOptimizer(PlainOptimizer):
             if len(self.rates) != len(self.param_groups):  # a script has added a group
                 self.use_tensor(self.rates.device)
             self.rates.copy_(torch.tensor([group["lr"] for group in self.param_groups]), non_blocking=True)
-
-    def rate(self, group: int) -> float | torch.Tensor:
-        return self.param_groups[group]["lr"] if self.rates is None else self.rates[group]
 
 
 class Nesterov(RatedOptimizer):
