@@ -246,6 +246,8 @@ class Session(Reporting):
             >>> if run.steps % 100 == 0:
             ...     run.log(lr=schedule.get_last_lr()[0])
         """
+        if get_worker_info() is not None:
+            raise RuntimeError("run.steps does not count in a loader's worker process: load without workers")
         return self._started().run.user_state.steps
 
     @property
@@ -578,11 +580,6 @@ class Session(Reporting):
             raise RuntimeError(f"{what} comes before the loop, keep() (called once), run.print, run.log, run.values, …")
 
     def _started(self) -> Loop:
-        if get_worker_info() is not None:
-            raise RuntimeError(
-                "a worker process of a loader has a copy of the session, as it was when the epoch began: compute a sample from its index "
-                "and torch's random numbers alone, or load without workers"
-            )
         return self._loop or self._begin_loop({}, {})
 
     def _begin_loop(self, things: Mapping[str, Any], of_rank: Mapping[str, Any]) -> Loop:

@@ -168,11 +168,11 @@ WRONG = {
     "clipping within an accumulation": (
         LOOP + "for x, y in run.batches(DATA, 16):\n            for a, b in run.accumulate([(x[:8], y[:8]), (x[8:], y[8:])]):\n"
         "                run.backward(F.cross_entropy(m(a), b), samples=8); torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1)\n"
-        "            run.update()", "RuntimeError", "after the loop over the micro-batches"),
+        "            run.update()", "RuntimeError", "after the loop of run.accumulate()"),
     "the steps in a worker process": (
         "from torch.utils.data import Dataset\n    class Growing(Dataset):\n        __len__ = lambda self: 32\n"
         "        def __getitem__(self, index): return DATA[index][0] * run.steps, DATA[index][1]\n    "
-        + LOOP + "for b in run.batches(Growing(), 16, workers=1): pass", "RuntimeError", "has a copy of the session"),
+        + LOOP + "for b in run.batches(Growing(), 16, workers=1): pass", "RuntimeError", "run.steps does not count"),
     "an optimizer that looks at all gradients, of which a rank has a part": (
         "run.settings.sync.name = 'zero1'\n    class Normed(torch.optim.SGD):\n        def step(self):\n"
         "            torch.nn.utils.clip_grad_norm_(self.param_groups[0]['params'], 1.0); super().step()\n"

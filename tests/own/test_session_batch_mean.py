@@ -49,7 +49,7 @@ def main(kind):
             return F.cross_entropy(model(x), torch.where(x[:, 0] > 0.3, -100, y))
         def floats(x, y):
             loss = F.cross_entropy(model(x) * (1 + sum(seen)), y)
-            seen[:] = [float(loss.detach())]
+            seen[:] = [0.1 * float(loss.detach())]
             return loss
         def written(x, y):
             loss = each(x + totals[0], y).mean()

@@ -50,9 +50,6 @@ def train(kind, run, steps):
     def easy_first():
         with torch.no_grad():
             return F.cross_entropy(model(X), Y, reduction="none").argsort().split(12)
-    def mixed(samples):
-        x, y = torch.utils.data.default_collate(samples)
-        return 0.7 * x + 0.3 * x.roll(1, 0), y
     def loss(x, y):
         logits, far = model(x), run.steps >= 10 if kind == "late" else run.steps % 5 == 4 and kind == "lazy"
         return F.cross_entropy(logits, y) + ((logits @ logits.T).log_softmax(1).diag().neg().mean() if far else 0.0)
@@ -73,8 +70,7 @@ def train(kind, run, steps):
         else:
             split = lambda: TensorDataset(X + run.resumed, Y)
             own = {"labels": relabelled, "kept": lambda: fading, "split": split}.get(kind, lambda: plain)
-            collate = mixed if kind == "mixing" else None
-            batches = run.batches(own(), 4 if kind == "late" else 12, workers=int(kind == "split"), collate=collate)
+            batches = run.batches(own(), 4 if kind == "late" else 12, workers=int(kind == "split"))
         for x, y in list(batches) if kind == "early" else batches:
             if kind in ("ignored", "counted"):
                 run.step(F.cross_entropy(model(x), y), samples=int((y >= 0).sum()) if kind == "counted" else None)
@@ -106,8 +102,7 @@ WARNED = {
     "lasting": ["", "the loader's worker processes last for all epochs"],
     "late": ["the loss of a batch is not the mean over its samples", "the loss of a batch is not the mean over its samples"],
     "lazy": ["the loss of a batch is not the mean over its samples", "the loss of a batch is not the mean over its samples"],
-    "fewer": ["and its mean counts as that of 6", "and its mean counts as that of 6"],
-    "mixing": ["the collate function makes another entry", "the collate function makes another entry"],
+    "fewer": ["of this rank's 6 samples", "of this rank's 6 samples"],
     "split": ["", "the dataset of run.batches() has other samples than when this epoch began"],
     "rebound": ["", "no checkpoint has them: teacher. "],
     "hook": ["", "no checkpoint has them: attribute 1.running"],
@@ -121,9 +116,9 @@ WARNED = {
 def test_a_loop_that_trains_otherwise_on_ranks_or_after_a_resume_is_named(tmp_path: Path) -> None:
     """Batches are listed before their steps, a copy of the model is measured after the steps that follow it, one rank alone stops,
     labels are ignored, a loss takes the largest ones or a mask, a term of it comes late or is in some steps only, samples are left out
-    after the batches are cut, or mixed by `collate`, a kept object loses its name to another one, a split is drawn otherwise, a hook
-    carries a norm, labels and an order come from the weights, the best weights are in a temporary file, worker processes last for all
-    epochs. What is right is not named, such as a dataset that changes and is kept."""
+    after the batches are cut, a kept object loses its name to another one, a split is drawn otherwise, a hook carries a norm, labels
+    and an order come from the weights, the best weights are in a temporary file, worker processes last for all epochs. What is right is
+    not named, such as a dataset that changes and is kept."""
     for start, steps in enumerate((12, 20)):
         # A function is checked at its 16th step.
         ends = scripts(2, CODE, *((tmp_path, kind, steps + 8 * (kind == "late")) for kind in WARNED))

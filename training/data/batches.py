@@ -262,10 +262,8 @@ class Batches:
             parts.append(part)
             return ids.tolist()
 
-        collate, looks = self.collate, self.warn is not None and self.collate is not None
-        if collate is not None and looks:
-            # Padding to the longest sample changes bits, which only `exact` promises.
-            collate = functools.partial(_probed, collate, self.division.parts is not None)
+        looks = self.warn is not None and self.collate is not None and self.division.parts is not None
+        collate = functools.partial(_probed, self.collate) if looks and self.collate is not None else self.collate
         ids = map(draw, steps)
         for item in loader(Seeded(dataset, self.division.seed, epoch), ids, self.workers, collate, self._pins):
             batch, depends = item if looks else (item, False)
@@ -400,24 +398,17 @@ def _end_with_the_rank(rank: int) -> None:
     os._exit(0)
 
 
-def _probed(collate: Callable[[list[Any]], Any], pads: bool, samples: list[Any]) -> tuple[Any, bool]:
-    """Returns (the batch of a `collate_fn`, whether the first sample has another entry than in a batch by itself).
-
-    Args:
-        pads: whether an entry of another length counts.
-    """
+def _probed(collate: Callable[[list[Any]], Any], samples: list[Any]) -> tuple[Any, bool]:
+    """Returns (the batch of a `collate_fn`, whether the first sample has another entry than in a batch by itself)."""
     batch = collate(samples)
     if len(samples) == 1:
         return batch, False
     try:
-        with RngScope(torch.device("cpu"), every=True):
-            whole, alone = pytree.leaves(batch), pytree.leaves(collate(samples[:1]))
+        whole, alone = pytree.leaves(batch), pytree.leaves(collate(samples[:1]))
     except Exception:  # noqa: BLE001 - it may take several samples only, or have used them up
         return batch, False
     pairs = [(one[:1], own) for one, own in zip(whole, alone) if one.ndim and len(one) == len(samples)]
-    return batch, any(
-        pads if one.shape != own.shape else bool(((one != own) & (own == own)).any()) for one, own in pairs
-    )
+    return batch, any(one.shape != own.shape or bool(((one != own) & (own == own)).any()) for one, own in pairs)
 
 
 class Seeded(Dataset[Any]):

@@ -59,7 +59,6 @@ class Coordinator(WorkerGroup):
             Interrupted: a signal ends the launcher before the ranks have started.
             CannotMeet: not all nodes came.
         """
-        self._allowed = self.attempts.left
         try:
             while True:
                 self._start()
@@ -159,7 +158,7 @@ class Coordinator(WorkerGroup):
             wanted=[(worker.rank, worker.replacement) for worker in workers],
             master=(self.meeting.address, self._port),
             restarts=self._started_after,
-            max_restarts=self._allowed,
+            max_restarts=self.attempts.left + self.attempts.times,
             signal=self._ending_signal if over else self.signalled or 0,
         )
         self._nodes.announce(state)

@@ -227,6 +227,8 @@ def _conclude(run: Session, config: Config, classes: int) -> None:
 def _decided(run: Session, config: Config, begun: Mapping[str, Any], **choices: Callable[[], Any]) -> Config:
     """The config where those of these settings that are `auto` have what the run began with, else the choice of rank 0. Collective."""
     wanted = [name for name in choices if getattr(config, name) == "auto"]
+    if not wanted:
+        return config
     with failing_together(run.world):
         chosen = {name: begun[name] if name in begun else choices[name]() for name in wanted}
     return config.model_copy(update=broadcast_tree(chosen, run.world))

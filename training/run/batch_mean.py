@@ -1,7 +1,7 @@
 """Checks whether the loss of a batch, and its gradient, are the mean over its samples, and whether the function of a step carries a state
-from one batch to the next. If a check fails, several ranks or a resume may give other weights than one process. It comes after the third
-step of a function, after each later one whose loss ends in other operations, after its steps 16, 32, 64 …, and after the first step of the
-epochs 2, 3, 5, 9 …, since a loss may have other terms by then.
+from one batch to the next. If a check fails, several ranks or a resume may give other weights than one process. It comes at the third step
+of a function, at its steps 16, 32, 64 …, and in the first step of the epochs 2, 3, 5, 9 …, since a loss may have other terms by then; and
+after a step whose loss ends in other operations.
 
 The check calls the function in evaluation mode: twice with the same samples and random numbers, once with other random numbers, and with
 each half of the samples. It does so again in training mode, if there is no batch norm. If a call raises because of its gradient, only the
@@ -66,61 +66,76 @@ class BatchMean:
         """Steps of each function."""
         self._losses = 0
         """Losses that `look_at_loss` has seen."""
-        self._end: tuple[str, ...] = ()
+        self._function: Any = None
+        """The function of the newest step."""
+        self._end = frozenset[str]()
         """The last operations of the newest loss (`note`)."""
-        self._checked = set[Any]()
-        """(function, last operations of its loss) of the checks."""
+        self._checked: dict[Any, set[frozenset[str]]] = {}
+        """Function → the last operations of its loss in the steps that were checked."""
 
     def note(self, loss: torch.Tensor) -> None:
         """Notes the last operations of a loss: not each step may have the same terms."""
         nodes = [loss.grad_fn]
         for node in nodes:
-            nodes += [inner for inner, _ in getattr(node, "next_functions", ()) if len(nodes) < _LAST]
-        self._end = tuple(type(node).__name__ for node in nodes)
+            nodes += [inner for inner, _ in getattr(node, "next_functions", ())[: _LAST - len(nodes)]]
+        self._end = frozenset(type(node).__name__ for node in nodes)
 
-    def look(self, inputs: StepInput, call: Call, code: types.CodeType | None) -> None:
+    def look(self, inputs: StepInput, call: Call, code: types.CodeType | None, left: int) -> None:
         """Counts the step, and warns once of its function. Waits for the device at the step of the check.
 
         Args:
             call: returns the loss of these samples of the rank, and the numbers.
             code: the code of the function (`bytecode.code_of`); None: it is another object that can be called.
+            left: the number of samples in the arguments, if the script has left some out; else 0.
         """
         if isinstance(self._run.config, Config) or not self._replica.sync.is_replicated:
             return
-        function = code or type(inputs.compute)
+        self._function = function = code or type(inputs.compute)
         self._steps[function] += 1
         self._warn_of_own_divisor(inputs)
-        lengths = [len(piece) for piece in pytree.pieces(inputs.batch)]
-        if inputs.part is not None and inputs.divisor is None and 0 < max(lengths, default=0) < inputs.samples:
+        if left and inputs.part is not None and inputs.divisor is None:
             self._run.warn(
-                f"the function of a step gets {max(lengths)} samples, and its mean counts as that of {inputs.samples}, this rank's: "
-                "leave samples out of the dataset, or return the sum over those that count, with divisor=torch.tensor(len(y))",
-                "fewer",
+                f"the function of a step gets {left} of this rank's {inputs.samples} samples, with which its mean counts: leave samples "
+                "out of the dataset, or return a sum, and give their number as a tensor, divisor=…",
+                "left out",
             )
         cursor = self._run.state.cursor
         is_new_epoch = not cursor.step and cursor.epoch > 0 and not cursor.epoch & (cursor.epoch - 1)  # 1, 2, 4, 8 …
         count = self._steps[function]
-        is_due = is_new_epoch or (count >= OFTEN and not count & (count - 1))
-        is_other = count >= CALL and (function, self._end) not in self._checked and len(self._checked) < _MOST
-        if not (is_due or is_other) or (inputs.part is not None and not inputs.part.samples):
-            return
-        self._checked.add((function, self._end))
+        is_due = count == CALL or is_new_epoch or (count >= OFTEN and not count & (count - 1))
+        if is_due and (inputs.part is None or inputs.part.samples):
+            self._check(inputs, call, is_first=count == 1)
+
+    def look_again(self, inputs: StepInput, call: Call) -> None:
+        """Warns, after a step, of its function if its loss ends in other operations than in the steps that this has checked."""
+        ends = self._checked.setdefault(self._function, set())
+        is_new = self._steps[self._function] >= CALL and self._end not in ends and len(ends) < _LAST
+        if is_new and (inputs.part is None or inputs.part.samples):
+            ends.add(self._end)
+            self._check(inputs, call, is_first=False)
+
+    def _check(self, inputs: StepInput, call: Call, is_first: bool) -> None:
         with contextlib.suppress(Unsafe):
             for trains in (False, True):
-                if sentence := self._tried(inputs, call, trains):
+                if sentence := self._tried(inputs, call, trains, is_first):
                     self._run.warn(sentence, sentence.partition(":")[0])
                     return
 
-    def _tried(self, inputs: StepInput, call: Call, trains: bool) -> str:
+    def _tried(self, inputs: StepInput, call: Call, trains: bool, is_first: bool) -> str:
         """Returns the result of `_compared`: of losses and gradients, or of losses alone if the gradients raise. Returns "" if the losses
-        raise, too: a function may not be made for a part of its batch."""
+        raise, too: the step itself raises again.
+
+        Args:
+            is_first: whether the function has had no step. A strategy may prepare itself in its first backward pass.
+        """
         has_hooks = next(hooks_of_script(self._replica.sync.model, self._replica.hooks), None) is not None
-        for with_gradient in (False,) if has_hooks else (True, False):
+        gradients = (False,) if is_first or has_hooks else (True, False)
+        for with_gradient in gradients:
             try:
                 return self._compared(inputs, call, trains, with_gradient)
             except Unsafe:
                 raise
-            except Exception:  # noqa: BLE001, S112 - of the function
+            except Exception:  # noqa: BLE001, S112 - the step itself raises a function's own error again
                 continue
         return ""
 

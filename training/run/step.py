@@ -189,10 +189,12 @@ class Step:
             else:
                 keeps = self.looks or inputs.scaler is not None or self.logical_workers is not None
                 self._before = kept_buffers(self.replica.model) if keeps else []
+            left = self.current.left(inputs)
+            self._batch_mean.look(inputs, self._loss, code, left)
             self._as_function, self.attempt.stage = True, 2
             norm = self._tried(inputs)
-            self._batch_mean.look(inputs, self._loss, code)
             self.replica.sync.zero_grad()
+            self._batch_mean.look_again(inputs, self._loss)
         if self.logical_workers is not None:
             self.logical_workers.end()
         self._end(self._total if inputs.total is None else inputs.total, norm)
@@ -451,8 +453,7 @@ class Step:
             )
         if self.pending and self._versions != self._versions_of_parts():
             raise RuntimeError(
-                "the gradients were changed between two backward() of run.accumulate(): until the last one they are those of some samples. "
-                "Clip or change them after the loop over the micro-batches, before run.update(), or give run.update(clip=…)"
+                "the gradients of a micro-batch were changed: change them after the loop of run.accumulate(), before run.update()"
             )
         inputs = inputs.of_part(self.part, whole=not self._accumulating)
         part = inputs.part
@@ -480,8 +481,7 @@ class Step:
         return [gradient._version for gradient in sync.gradients()] if some_only else []
 
     def _versions_of_parts(self) -> list[int]:
-        parameters = self.replica.model.parameters()
-        return [parameter.grad._version for parameter in parameters if parameter.grad is not None]
+        return [one.grad._version for one in self.replica.model.parameters() if one.grad is not None]
 
     def update(self, inputs: StepInput) -> None:
         """Moves the weights with the optimizers, the clipping and the scaler of `inputs`. Collective.
@@ -491,10 +491,7 @@ class Step:
             RuntimeError: there was no `backward`, or micro-batches or samples are missing.
         """
         if not self.pending:
-            raise RuntimeError(
-                "update() was called without run.backward(loss), which sums the gradient over the ranks: a gradient that the script "
-                "computes itself is that of this rank's samples"
-            )
+            raise RuntimeError("update() was called without run.backward(loss), which sums the gradient over the ranks")
         sync, part, total = self.replica.sync, self.part, self._total
         inputs = dataclasses.replace(self._inputs, optimizers=inputs.optimizers, clip=inputs.clip, scaler=inputs.scaler)
         inputs = self._moving(inputs)

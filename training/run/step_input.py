@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
 
 from ..config import LOGGED, Config
 from ..contract import UserError
@@ -185,6 +186,13 @@ class CurrentBatch:
     def gave(self, piece: Any) -> bool:
         """Returns whether this object, by identity, is a piece of the batch or a result of `part`."""
         return id(piece) in self._parts or any(piece is given for given, _ in _pairs(self._item, self._item))
+
+    def left(self, inputs: StepInput) -> int:
+        """Returns how many samples of the item the arguments of a step have, if they have some of its rows; else 0."""
+        tensors = [leaf for leaf in tree_leaves(inputs.batch) if isinstance(leaf, torch.Tensor)]
+        rows = {(leaf.dtype, leaf.shape[1:]) for leaf in tree_leaves(self._item) if isinstance(leaf, torch.Tensor)}
+        some = all((one.dtype, one.shape[1:]) in rows and one.ndim > 0 and len(one) < inputs.samples for one in tensors)
+        return len(tensors[0]) if tensors and some else 0
 
     def _part(self, whole: Any) -> tuple[Any, Part]:
         low, high, part = share(len(whole), self._world, self._cut)

@@ -138,7 +138,7 @@ class Unsaved:
             self._warn_here(
                 "the dataset of run.batches() has other samples than when this epoch began, so the run does not resume exactly, unless "
                 "they depend on run.steps or on what is kept: keep what they are computed from, such as labels from earlier weights, in "
-                "run.values, and split at random with a seed of its own"
+                "run.values. Fix the seed of a random split"
             )
 
     def resumes(self, over: str, compares: bool, left: bool = True) -> None:
