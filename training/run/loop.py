@@ -17,7 +17,6 @@ from ..contract import EXIT_DONE, EXIT_FAILED, UserError, named
 from ..data.alike import check_alike_whole, digests
 from ..data.batches import Batches, ElasticBatches, Part, begun
 from ..data.pytree import to_device
-from ..generators import set_state, state_of
 from ..observe.account import TimeCategory
 from ..parallel.exchange import all_gather_trees, broadcast_tree, is_same_on_all_ranks
 from ..parallel.world import World
@@ -219,11 +218,8 @@ class Loop:
         cursor, steps, world = self.run.state.cursor, batches.division.steps, self.run.world
         is_kept = self.run.user_state.has(batches.source)
         if cursor.step and not (self._is_recipe or is_kept):
-            drawn = [(one, state_of(one)) for one in self.run.user_state.generators.values()]
             with contextlib.closing(ElasticBatches(batches, world, cursor.epoch, 0)) as again:
                 self.attempt.unsaved.compare_first(next(again)[0])
-            for one, state in drawn:
-                set_state(one, state)
         given = ElasticBatches(batches, world, cursor.epoch, cursor.step)
         return self._between_boundaries(given, steps, length=steps)
 
