@@ -163,6 +163,7 @@ def say(text: str, error: bool = False) -> None:
 
 
 to_stderr = functools.partial(say, error=True)
+"""Prints a line on standard error, as `say`."""
 
 
 def _flush_or_drop() -> None:

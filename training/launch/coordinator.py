@@ -278,7 +278,7 @@ class Coordinator(WorkerGroup):
                 return
             if not self._why_not(len(self._running) - len(leaving)):
                 for rank in self._asked:
-                    name = stores.said(self._store, stores.leaving(rank), r"SIG[A-Z0-9]+")
+                    name = stores.text_at(self._store, stores.leaving(rank), r"SIG[A-Z0-9]+")
                     self._leave[rank] = f"told to leave by {name}"
                     self._store.set(f"{stores.leaving(rank)}/alone", "1")
                     self._answered += 1

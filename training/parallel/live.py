@@ -228,7 +228,7 @@ class Live:
                 raise RestartRequired(
                     "the launcher has not admitted the replacements of lost ranks: all ranks have to start again"
                 )
-            if int(stores.said(self._store, f"{key}/answer", r"\d{1,9}") or 0) > self.world.generation:
+            if int(stores.text_at(self._store, f"{key}/answer", r"\d{1,9}") or 0) > self.world.generation:
                 raise _Superseded
             return [self._sent(state())] if self._newcomers else []
 
@@ -249,7 +249,7 @@ class Live:
         self._store.add(stores.WAITING, 1)
         while not self._store.check([stores.admitted(number)]):
             time.sleep(ADMITTED_LOOK_SECONDS)
-        admission, generation = stores.said(self._store, stores.admitted(number), r"\d{1,9} \d{1,9}").split()
+        admission, generation = stores.text_at(self._store, stores.admitted(number), r"\d{1,9} \d{1,9}").split()
         self.admissions, world.generation = int(admission) - 1, int(generation) - 1
         with self._news:  # before that news, this rank meets no other rank, and makes the call alone
             if not self._news.wait_for(lambda: self._announced[0] > world.generation, self._announced_seconds):
@@ -410,7 +410,7 @@ class Live:
         return lost
 
     def _ended_how(self, rank: int) -> str:
-        return stores.said(self._store, stores.ended(rank), r"[ -~]+")
+        return stores.text_at(self._store, stores.ended(rank), r"[ -~]+")
 
     def _join_in_time(self, members: list[int]) -> None:
         """Forms the group in several attempts. Raises `_Superseded`, `RestartRequired`.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 BACKLOG = 4096
 """Length of the accept queue: the ranks of a large job connect at the same time."""
 
-SAID = 300
+TEXT_LENGTH = 300
 """Largest length of a text from the store in a message to users."""
 
 _ABSENT = "\0absent"
@@ -176,7 +176,7 @@ def trained(rank: int) -> str:
     return f"lockstep/trained/{rank}"
 
 
-def said(store: dist.Store, key: str, shape: str, most: int = SAID) -> str:
+def text_at(store: dist.Store, key: str, shape: str, most: int = TEXT_LENGTH) -> str:
     """Returns the text of a key if it matches the regular expression `shape`, else "".
 
     Args:
@@ -188,7 +188,7 @@ def said(store: dist.Store, key: str, shape: str, most: int = SAID) -> str:
 
 def numbers(store: dist.Store, key: str) -> list[int]:
     """Returns the list of whole numbers at an existing key. Raises `ValueError` for another value."""
-    return list(json.loads(said(store, key, r"\[[0-9, ]+\]", most=1 << 17)))
+    return list(json.loads(text_at(store, key, r"\[[0-9, ]+\]", most=1 << 17)))
 
 
 def without_prefix(store: dist.Store) -> dist.Store:

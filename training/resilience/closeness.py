@@ -164,7 +164,7 @@ def _tensors(model: nn.Module, batch_statistics: bool) -> Iterator[tuple[str, to
         # Only a DTensor has it; to import DTensor takes most of a second.
         placements = getattr(tensor, "placements", ())
         if not any(placement.is_shard() for placement in placements):
-            yield plain_name(model, name), tensor.to_local() if placements else tensor  # type: ignore[attr-defined]
+            yield plain_name(model, name), tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _unlike_rank_0(values: torch.Tensor) -> dict[int, list[float]]:

@@ -163,7 +163,7 @@ class DesyncDetector:
 
     def _look(self, store: dist.Store, moves: int) -> None:
         """Looks for a rank that waits in vain: this rank has made no move since the last look."""
-        match = re.fullmatch(_SHAPE, stores.said(store, self._key, _SHAPE))
+        match = re.fullmatch(_SHAPE, stores.text_at(store, self._key, _SHAPE))
         other = None if match is None else _Waiting(*map(int, match.groups()))
         if other is None or other.meeting <= self.met:  # in this order: `moves` was read while they had not met
             return
@@ -218,7 +218,7 @@ def describe_failed_collective(world: World, step: int, error: BaseException) ->
 
 def _trains_unlike(store: dist.Store, ranks: Iterable[int]) -> str:
     """Returns a sentence about a parameter that trains since this step on some of these ranks only; "": there is none."""
-    texts = {rank: stores.said(store, stores.trained(rank), r"\d{1,9} [ -~]+") or "0 " for rank in ranks}
+    texts = {rank: stores.text_at(store, stores.trained(rank), r"\d{1,9} [ -~]+") or "0 " for rank in ranks}
     changes = {rank: int(text.split()[0]) for rank, text in texts.items()}
     first, last = min(changes, key=changes.__getitem__), max(changes, key=changes.__getitem__)
     if changes[first] == changes[last]:
@@ -248,7 +248,7 @@ def _missing(world: World) -> tuple[list[str], str]:
         while not (reported := store.check(key)) and time.monotonic() < deadline and not launchers.check([ended]):
             time.sleep(0.05)
         if not reported:
-            why = stores.said(launchers, ended, r"[ -~]+")
+            why = stores.text_at(launchers, ended, r"[ -~]+")
             missing.append(f"rank {rank} did not arrive{f': {why}' if why else ''}")
             if why and "SIGABRT" not in why:
                 lost.add(rank)

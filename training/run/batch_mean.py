@@ -29,7 +29,7 @@ from ..models.arithmetic import evaluating
 from ..sync.base import hooks_of_script
 from .replica import Replica
 from .run import Run
-from .step_input import Numbers, StepInput
+from .step_input import CurrentBatch, Numbers, StepInput
 from .undo import Undo, Unsafe
 
 CALL = 3
@@ -60,14 +60,14 @@ Result = tuple[float, Gradient]
 class BatchMean:
     """The check of each function of an attempt."""
 
-    def __init__(self, run: Run, replica: Replica) -> None:
-        self._run, self._replica = run, replica
+    def __init__(self, run: Run, replica: Replica, current: CurrentBatch) -> None:
+        self._run, self._replica, self._current = run, replica, current
         self._steps: Counter[Any] = Counter()
         """Steps of each function."""
         self._losses = 0
         """Losses that `look_at_loss` has seen."""
         self._function: Any = None
-        """The function of the newest step."""
+        """The function of the newest step; None: there is none to check."""
         self._end = frozenset[str]()
         """The last operations of the newest loss (`note`)."""
         self._checked: dict[Any, set[frozenset[str]]] = {}
@@ -75,25 +75,24 @@ class BatchMean:
 
     def note(self, loss: torch.Tensor) -> None:
         """Notes the last operations of a loss: not each step may have the same terms."""
-        nodes = [loss.grad_fn]
+        nodes = [] if self._function is None else [loss.grad_fn]
         for node in nodes:
             nodes += [inner for inner, _ in getattr(node, "next_functions", ())[: _LAST - len(nodes)]]
         self._end = frozenset(type(node).__name__ for node in nodes)
 
-    def look(self, inputs: StepInput, call: Call, code: types.CodeType | None, left: int) -> None:
+    def look(self, inputs: StepInput, call: Call, code: types.CodeType | None) -> None:
         """Counts the step, and warns once of its function. Waits for the device at the step of the check.
 
         Args:
             call: returns the loss of these samples of the rank, and the numbers.
             code: the code of the function (`bytecode.code_of`); None: it is another object that can be called.
-            left: the number of samples in the arguments, if the script has left some out; else 0.
         """
         if isinstance(self._run.config, Config) or not self._replica.sync.is_replicated:
             return
         self._function = function = code or type(inputs.compute)
         self._steps[function] += 1
         self._warn_of_own_divisor(inputs)
-        if left and inputs.part is not None and inputs.divisor is None:
+        if inputs.part is not None and inputs.divisor is None and (left := self._current.left(inputs)):
             self._run.warn(
                 f"the function of a step gets {left} of this rank's {inputs.samples} samples, with which its mean counts: leave samples "
                 "out of the dataset, or return a sum, and give their number as a tensor, divisor=…",

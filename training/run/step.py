@@ -64,7 +64,7 @@ class Step:
         self.sums = StepSums(run, attempt)
         self.logical_workers = LogicalWorkers(run, replica, self._drawing, self.sums) if cut else None
         self.current = CurrentBatch(run.world, replica.sync.batch_parts)
-        self._batch_mean = BatchMean(run, replica)
+        self._batch_mean = BatchMean(run, replica, self.current)
         self.recorder: Any = None
         """The recorder of CUDA graphs (`recording.Recorder`). `Loop.begin` sets it; None: all steps run eagerly."""
         self._replay: Any = None
@@ -189,8 +189,7 @@ class Step:
             else:
                 keeps = self.looks or inputs.scaler is not None or self.logical_workers is not None
                 self._before = kept_buffers(self.replica.model) if keeps else []
-            left = self.current.left(inputs)
-            self._batch_mean.look(inputs, self._loss, code, left)
+            self._batch_mean.look(inputs, self._loss, code)
             self._as_function, self.attempt.stage = True, 2
             norm = self._tried(inputs)
             self.replica.sync.zero_grad()

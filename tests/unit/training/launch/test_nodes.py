@@ -41,7 +41,7 @@ def test_a_key_that_another_client_deletes_holds_no_caller_up(served: dist.TCPSt
     for value in (b"\x00\xff", b"9" * 5000, b""):
         served.set("there", value)  # type: ignore[arg-type]
         assert stores.read(served, "there") == value
-    assert stores.said(served, "there", ".*") == stores.said(served, "deleted", ".*") == ""
+    assert stores.text_at(served, "there", ".*") == stores.text_at(served, "deleted", ".*") == ""
 
 
 @pytest.mark.promise("k8s-runs")
