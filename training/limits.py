@@ -105,6 +105,8 @@ STACK_SECONDS = 1.0
 """Bounds the wait for the stacks of a process: one that is stopped writes none."""
 STACK_LOOK_SECONDS = 0.02
 """Time between two looks whether a process has written its stacks."""
+EXEC_SECONDS = 0.5
+"""Bounds the wait for a process that is just beginning its program, and has no environment meanwhile."""
 WATCHER_SECONDS = 5.0
 """Bounds the end of the process that watches a rank without a launcher."""
 

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lockstep.training.contract import ENV_NOTE, OF_A_JOB
-from lockstep.training.limits import STACK_LOOK_SECONDS, STACK_SECONDS, WATCHER_SECONDS
+from lockstep.training.limits import EXEC_SECONDS, STACK_LOOK_SECONDS, STACK_SECONDS, WATCHER_SECONDS
 
 SIGNAL = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else 0
 """The real-time signal that asks for stacks; nothing else uses its number. 0: this system has none."""
@@ -204,7 +204,11 @@ def variables_of(pid: int) -> dict[str, str]:
     except OSError:
         return {}
     try:
-        status, environ = (Path(f"/proc/self/fd/{folder}/{name}").read_bytes() for name in ("status", "environ"))
+        status, environ = Path(f"/proc/self/fd/{folder}/status").read_bytes(), b""
+        deadline = time.monotonic() + EXEC_SECONDS
+        # Within execve(2) a process has a new memory and no environment in it yet.
+        while not environ and _has_variables(stat_of(f"self/fd/{folder}")) and time.monotonic() < deadline:
+            environ = Path(f"/proc/self/fd/{folder}/environ").read_bytes()
     except OSError:
         return {}
     finally:
@@ -213,6 +217,11 @@ def variables_of(pid: int) -> dict[str, str]:
     if set(users) != {str(os.geteuid()).encode()}:  # real, effective, saved, of the file system
         return {}
     return dict(os.fsdecode(entry).split("=", 1) for entry in environ.split(b"\0") if b"=" in entry)
+
+
+def _has_variables(fields: list[str]) -> bool:
+    """Returns whether a process with these fields of `stat_of` has an environment, or will have one when its program begins."""
+    return bool(fields) and fields[20] != "0" and not fields[47] == fields[48] != "0"  # vsize, env_start, env_end
 
 
 def state_of(pid: int) -> str:
