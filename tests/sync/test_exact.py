@@ -224,8 +224,15 @@ def test_settings_that_depend_on_the_ranks_or_the_start_are_refused(
 HABITS = """
 run_dir, how, net = sys.argv[1:]
 generator = np.random.default_rng(0)
+torch.sparse.check_sparse_tensor_invariants.disable()  # torch warns where nothing is chosen
 def collate(samples):
     batch = torch.stack(samples)
+    if how == "collate: in place":
+        return [sample.add_(10) for sample in samples]
+    if how == "collate: sorted":
+        return batch[batch[:, 0].argsort(descending=True)]
+    if how == "collate: sparse":
+        return batch.to_sparse()
     return batch.sub(batch.mean(0)) if how == "collate: mean" else batch.add(torch.rand(1)) if how == "collate: draw" else batch
 draws = {"numpy": lambda: np.random.rand(), "python": random.random, "torch": lambda: torch.randn(1), "one batch": lambda: torch.randn(1)}
 with Session(run_dir, sync="exact", config={}) as run:
@@ -246,6 +253,8 @@ with Session(run_dir, sync="exact", config={}) as run:
         given = run.batches(data, size, collate=collate, workers=workers, shuffle=how != "nan")
         for x in run.iterate(data.split(8)) if how == "loader" else given:
             draws.get(how, int)()
+            x = torch.stack(x) if isinstance(x, list) else x.to_dense()
+            assert how != "collate: in place" or bool(((x > 8) & (x < 12)).all()), x  # each sample was changed once
             if how in ("tensor", "closure"):
                 run.step(model(x).sum() if how == "tensor" else lambda: model(x).sum())
             else:
@@ -267,6 +276,7 @@ REFUSED: dict[str, tuple[int, str]] = {
     "tensor": (1, "exact need a step that can be called"), "closure": (1, "cuts what the function is called with"),
     "loader": (2, "which samples of the global batch"), "torch": (0, DRAWS), "numpy": (0, DRAWS), "python": (0, DRAWS),
     "one batch": (0, DRAWS), "collate: mean": (0, COLLATES), "collate: draw": (0, COLLATES),
+    "collate: in place": (0, ""), "collate: sorted": (0, ""), "collate: sparse": (0, ""),
     "train": (2, "batch statistics changed between two steps"), "own": (2, "the same loss for the same samples"),
     "clamp": (2, "changes 0.weight"), "sum": (1, "calls what needs all ranks at once"),
     "nan": (1, "diverged at step 2: rank 0: loss is not finite"), "": (0, ""),

@@ -9,6 +9,8 @@ they run ahead, or where a resumed run began.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
 import multiprocessing
 import os
@@ -399,16 +401,26 @@ def _end_with_the_rank(rank: int) -> None:
 
 
 def _probed(collate: Callable[[list[Any]], Any], samples: list[Any]) -> tuple[Any, bool]:
-    """Returns (the batch of a `collate_fn`, whether the first sample has another entry than in a batch by itself)."""
+    """Returns (the batch of a `collate_fn`, whether the first sample by itself becomes an entry that this batch does not have)."""
+    first: list[Any] = []
+    with contextlib.suppress(Exception):  # a sample that cannot be copied
+        first = [copy.deepcopy(samples[0])] if len(samples) > 1 else []  # before `collate` changes it
     batch = collate(samples)
-    if len(samples) == 1:
-        return batch, False
     try:
-        whole, alone = pytree.leaves(batch), pytree.leaves(collate(samples[:1]))
-    except Exception:  # noqa: BLE001 - it may take several samples only, or have used them up
+        pairs = zip(pytree.leaves(batch), pytree.leaves(collate(first))) if first else ()
+        entries = [
+            (whole, alone) for whole, alone in pairs if whole.ndim and len(whole) == len(samples) and len(alone) == 1
+        ]
+        return batch, any(not _is_among(alone, whole) for whole, alone in entries)
+    except Exception:  # noqa: BLE001 - it may take several samples only, or make tensors that have no rows
         return batch, False
-    pairs = [(one[:1], own) for one, own in zip(whole, alone) if one.ndim and len(one) == len(samples)]
-    return batch, any(one.shape != own.shape or bool(((one != own) & (own == own)).any()) for one, own in pairs)
+
+
+def _is_among(entry: torch.Tensor, rows: torch.Tensor) -> bool:
+    """Returns whether a tensor with one row is equal to a row of another one, NaN included."""
+    if entry.shape[1:] != rows.shape[1:]:
+        return False
+    return bool(((rows == entry) | (entry != entry)).reshape(len(rows), -1).all(1).any())
 
 
 class Seeded(Dataset[Any]):
