@@ -26,6 +26,7 @@ _ENDS = ("POP_TOP", "RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "YIELD_VALU
 _COLLECTS = ("POP_TOP", "STORE_SUBSCR")
 """Instructions that end a statement which drops its value, as `a.append(1)` does, or sets an item."""
 _LOCAL, _CONSTANT = "~", "="
+_WITH_KIND = (type, types.FunctionType, types.BuiltinFunctionType, nn.Module)
 _NO_SCRIPT = ("lockstep", "tqdm", "rich", "alive_progress", "progressbar", "fastprogress")
 """Packages whose running functions belong to no script: Lockstep and progress bars, through which a loop may go over its batches."""
 
@@ -36,12 +37,13 @@ class Kind(str):
 
 def kind_of(value: Any) -> Kind | None:
     """Returns a text for a function, a class, or a module without numbers; None: the value is another one."""
-    value, kind = unwrapped(value), type(value)
-    if issubclass(kind, nn.Module) and not (has_no_parameter(value) and next(value.buffers(), None) is None):
-        return None
+    kind = type(value)
     if kind in (functools.partial, types.MethodType):
         return kind_of(innermost(value))
-    if not issubclass(kind, (type, types.FunctionType, types.BuiltinFunctionType, nn.Module)):
+    if not issubclass(kind, _WITH_KIND):
+        return None
+    value = unwrapped(value)
+    if issubclass(kind, nn.Module) and not (has_no_parameter(value) and next(value.buffers(), None) is None):
         return None
     about, code = kind if issubclass(kind, nn.Module) else value, code_of(value)
     name = f"{getattr(about, '__module__', '')}.{getattr(about, '__qualname__', '')}"
@@ -73,8 +75,9 @@ def innermost(function: Any) -> Any:
 
 def unwrapped(value: Any) -> Any:
     """Returns the function that a function wraps, or another value as it is."""
-    with contextlib.suppress(ValueError):  # it wraps itself
-        return inspect.unwrap(value) if type(value) is types.FunctionType else value
+    if type(value) is types.FunctionType and "__wrapped__" in vars(value):
+        with contextlib.suppress(ValueError):  # it wraps itself
+            return inspect.unwrap(value)
     return value
 
 
@@ -94,10 +97,14 @@ def spaces(of: Collection[types.CodeType] = ()) -> Iterator[dict[str, Any]]:
     Args:
         of: the functions; (): all.
     """
+    of_modules = set[int]()  # several functions have the variables of one module
     for frame in (one for one in running() if not of or one.f_code in of):
         values = frame.f_locals
-        yield {**values}
-        yield {**frame.f_globals}
+        for space in (values, frame.f_globals):
+            if id(space) not in of_modules:
+                yield {**space}
+            if space is frame.f_globals:
+                of_modules.add(id(space))
         # Before Python 3.13 a function's frame keeps this copy of its variables, and with it all that they name. A third reference is the
         # script's own, from `locals()`.
         is_copy = type(values) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.gettrace() is None

@@ -45,6 +45,7 @@ MOST, LEVELS, DEPTH, ITEMS = 5000, 8, 4, 100
 """Limits: objects to inspect, levels of the script's objects below a variable, levels of other objects and of lists and dictionaries, items
 at each end of a list or dictionary."""
 SEQUENCES = (list, tuple, deque)
+_LEAVES = (*PLAIN, float, torch.Tensor)
 _SET_BY_TORCH = ("_zero_grad_profile_name", "_opt_called", "_step_count")
 _OF_OPTIMIZER = {*torch.optim.Optimizer.__init__.__code__.co_names, *_SET_BY_TORCH, "step", "add_param_group", "sync"}
 """Attributes of optimizers that belong to torch or Lockstep: names in the constructor, as a first optimizer imports torch's compiler."""
@@ -134,11 +135,10 @@ def _below(
         if issubclass(type(value), types.MethodWrapperType):  # such as a generator's `__next__`
             value, one = value.__self__, one._replace(value=value.__self__)
         kind = type(value)
-        if issubclass(kind, (*PLAIN, float, torch.Tensor)):
+        if issubclass(kind, _LEAVES):
             if is_own or issubclass(kind, torch.Tensor):
                 yield one
             continue
-        of_script = is_of_script(root_of(unwrapped(value)))
         if id(value) in seen or kind.__module__.startswith("lockstep."):
             if is_own and id(value) in seen:  # several variables may have one function, list or object
                 is_value = issubclass(kind, (dict, set, frozenset, np.ndarray, *SEQUENCES))
@@ -150,6 +150,7 @@ def _below(
             if kind.__name__ == "Session" and left:
                 waiting.append((Reached(f"{name}.config", getattr(value, "config", None), True, False), left - 1))
             continue
+        of_script = is_of_script(root_of(unwrapped(value)))
         if issubclass(kind, (types.ModuleType, type)) and not of_script:
             continue
         seen[id(value)] = value
