@@ -341,7 +341,9 @@ def _print(value: Any, held: set[int | None], leaf: Callable[[Any], Any], depth:
     if issubclass(kind, np.ndarray):
         if value.dtype.hasobject or _is_mapped(value):
             return None
-        return [value.shape, zlib.crc32(value.flat[:: _stride(value.size)].tobytes())]
+        # `flat` is slow, and does not copy a large array.
+        flat: Any = value.reshape(-1) if value.flags.c_contiguous or value.size < 4 * _SAMPLE else value.flat
+        return [value.shape, zlib.crc32(flat[:: _stride(value.size)].tobytes())]
     if generators.is_generator(value):
         return None if id(value) in held else leaf(value)
     if issubclass(kind, np.random.SeedSequence):
