@@ -277,6 +277,9 @@ features, accuracy, right, seconds = {}, Accuracy(), 0.0, 0.0
 with Session(f"{folder}/{kind}", sync="flat") as run:
     model = run.replicate(net)
     run.optimizer(Rough)
+    reference = torch.nn.Linear(4, 3).requires_grad_(False)
+    if kind == "reference" and not run.resumed:
+        torch.nn.init.zeros_(reference.weight)
     run.keep(first=torch.nn.Linear(1, 1))
     late = torch.zeros(4)
     def loss(x, y):
@@ -312,7 +315,9 @@ READ = ["a sample of the dataset differs between two reads"]
 
 Warnings = dict[str, tuple[list[str], list[str]]]
 """Kind → warnings of the first start and of the second."""
-OF_ONE: Warnings = {"drawn": ([], OF_STARTS)}
+OF_ONE: Warnings = {
+    "drawn": ([], OF_STARTS), "reference": ([], ["the start before had other values of the variable reference, and no"])
+}  # fmt: skip
 OF_TWO: Warnings = {
     "drawn": (OF_RANKS, [*OF_RANKS, "the start before had other values of the variable chosen.indices"])
 }
@@ -325,7 +330,8 @@ SEEDED: Warnings = {
 @pytest.mark.parametrize(("ranks", "warned"), [(1, OF_ONE), (2, OF_TWO), (2, SEEDED)])
 def test_what_each_rank_or_start_has_for_itself_is_named(tmp_path: Path, ranks: int, warned: Warnings) -> None:
     """Two ranks draw another table, teacher and mask before their session, or another start does, and another split. Each rank moves its
-    own mean, which the function of a step reads. A loader draws other batches than those that are skipped. What is seeded, the weights, a
+    own mean, which the function of a step reads. A loader draws other batches than those that are skipped. A frozen network has pretrained
+    weights in the first start alone. What is seeded, the weights, a
     sum for the eye, and torch's generator are not named. The optimizer has no learning rate."""
     for start, steps in enumerate(("3", "6")):
         ends = scripts(ranks, DRAWN, *((tmp_path, kind, steps) for kind in warned))

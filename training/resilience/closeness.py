@@ -37,7 +37,7 @@ SAME_NUMBER = (
 )
 MOVED_APART = (
     "differs between the ranks, because each rank updates it from its own samples. Statistics may differ: an evaluation takes their "
-    "mean. A buffer that the loss reads, such as a codebook, must not: sum its updates with torch.distributed.all_reduce"
+    "mean. A buffer that the loss reads, such as a codebook, must not: combine its updates with torch.distributed.all_reduce"
 )
 SAME_BUFFERS = "Change a buffer on all ranks alike. Update it from a rank's own samples only before the step of that batch, or inside it"
 SAME_MODE = "Before each step call train(), eval() and requires_grad_() on all ranks alike"

@@ -79,8 +79,8 @@ class StepInput:
         if samples is None:
             if part is None or not whole:
                 raise TypeError(
-                    "say how many samples the loss is of, step(…, samples=…): it is known only of whole batches of run.batches() and "
-                    "run.part()"
+                    "say how many samples the loss is of, step(…, samples=…): it is known only of whole batches of run.part(), and of "
+                    "run.batches() within its loop, which a prefetcher ends before the last step"
                 )
             samples = part.samples
         if samples < 0:

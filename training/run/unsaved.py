@@ -36,9 +36,11 @@ from .variables import CHOICE, KIND, LIST, Variables, beginning, counting, table
 
 SCORES = ("accuracy", "loss")
 """Suffixes of logged names whose values must be equal on all ranks. Other numbers may differ: a time, a rate, a memory size."""
+_VARIABLE = "the variable "
 _MENDS = {
     "the model's attribute": "make it a buffer (register_buffer), or create it from a fixed seed",
-    "the variable": "create it inside `with Session(…)`, which seeds all ranks and starts alike, or set a seed before",
+    _VARIABLE: "create it inside `with Session(…)`, which seeds all ranks and starts alike, or set a seed before. What comes from weights "
+    "that only the first start loads, load in each start, or keep it with run.keep()",
 }
 """Kind of a constant tensor → remedy."""
 _GENERATOR, _BEFORE = "torch's generator", "torch's generator before the loop"
@@ -194,7 +196,7 @@ class Unsaved:
         scores = (*SCORES, Rule.of(self._run.config.checkpoint.keep_best).name)
         moved, self._moved = self._moved, {}
         read = [name for name in moved if self.variables.is_read(self.code, name)]
-        variables = {f"the variable {name}": moved[name] for name in read}
+        variables = {f"{_VARIABLE}{name}": moved[name] for name in read}
         if self.is_uneven:
             variables |= {_GENERATOR: _generator(), _BEFORE: self._generator}
         numbers = {f"run.log({name}=…)": f"{value:.4g}" for name, value in self.logged.items() if name.endswith(scores)}
@@ -209,18 +211,20 @@ class Unsaved:
         run, model, ids = self._run, self._run.state.model, {id(value) for value in made}
         of_model = ((plain_name(model, name), value) for name, value in tables_of(model) if id(value) in ids)
         mine = {f"the model's attribute {name}": text_of(value) or "" for name, value in of_model}
-        # Without variables that have changed since the session opened, for example by a broadcast.
-        of_script = tables(run.state).items()
-        mine |= {f"the variable {name}": text for name, text in of_script if run.tables.get(name) == text}
+        of_script = {f"{_VARIABLE}{name}": text for name, text in tables(run.state).items()}
+        # Not what the session has made or changed: a rank's share of the data, or what a broadcast has made equal.
+        mine |= {name: text for name, text in of_script.items() if run.tables.get(name.removeprefix(_VARIABLE)) == text}
         every = [mine] if is_same_on_all_ranks(mine, run.world) else all_gather_trees(mine, run.world)
         apart = {
             name: ranks
             for name, ranks in differing_ranks(every).items()  # a rank may hold its own share of a list of indices
-            if not name.startswith("the variable")
-            or (all(name in its for its in every) and not mine[name].startswith(LIST))
+            if not name.startswith(_VARIABLE) or (all(name in its for its in every) and not mine[name].startswith(LIST))
         }
-        before, run.user_state.tables = run.user_state.tables, mine
-        changed = [name for name in mine if _is_another(name, before, mine) and name not in apart]
+        before, now = run.user_state.tables, of_script | mine
+        run.user_state.tables = now
+        # Variables that the last start had changed at its save are compared with their values there (`resumes`).
+        others = {*apart, *(f"{_VARIABLE}{name}" for name in run.user_state.variables)}
+        changed = [name for name in now if _is_another(name, before, now) and name not in others]
         for kind, mend in _MENDS.items():
             if of_ranks := [name for name in apart if name.startswith(kind)]:
                 run.warn(
@@ -241,7 +245,7 @@ def unequal(of_ranks: Sequence[dict[str, str]]) -> dict[str, str]:
         of_ranks: for each rank: call, or variable → digest of its value, or the logged number.
     """
     sentences = {}
-    variables = {call: "" for values in of_ranks for call in values if call.startswith("the variable")}
+    variables = {call: "" for values in of_ranks for call in values if call.startswith(_VARIABLE)}
     apart = differing_ranks([{**of_ranks[0], **variables, **values} for values in of_ranks])
     if apart.pop(_BEFORE, None):  # the script has seeded each rank for itself
         apart.pop(_GENERATOR, None)
@@ -257,7 +261,7 @@ def unequal(of_ranks: Sequence[dict[str, str]]) -> dict[str, str]:
                 "the network of run.step(loss) draws for them. If the script draws numbers that all ranks need alike, use "
                 "run.step(function, …), which seeds torch's generators for the function"
             )
-        elif call.startswith("the variable"):
+        elif call.startswith(_VARIABLE):
             sentences[call] = (
                 f"{call} differs between rank {named(others)} and rank 0, and the function of run.step() reads it. Unless intended, "
                 "combine the ranks' values with run.sum(): N ranks now train another model than one rank"
@@ -275,7 +279,7 @@ def _is_another(name: str, before: dict[str, str], now: dict[str, str]) -> bool:
     differently."""
     if before.get(name, now[name]) == now[name]:
         return False
-    return not name.startswith("the variable") or before[name].partition(":")[0] == now[name].partition(":")[0]
+    return not name.startswith(_VARIABLE) or before[name].partition(":")[0] == now[name].partition(":")[0]
 
 
 def _generator() -> str:
