@@ -40,7 +40,9 @@ with Session(sys.argv[1], sync=sync) as run:
                     continue
                 run.step(loss, samples=len(part))
             else:
-                run.step(lambda x: model(x).square().mean(), part, samples=len(part))
+                count = {"fewer steps": 2 - odd, "more steps": 2 + odd, "second step": 1 + odd}.get(kind, 1)
+                for _ in range(count):
+                    run.step(lambda x: model(x).square().mean(), part, samples=len(part))
         run.sum(1.0)
     if kind == "leader after the loop" and run.leader:
         run.for_evaluation()
@@ -51,6 +53,9 @@ LEFT = "rank 1 left the loop over its batches after step 6, while rank "
 SKIPPED = "rank 1 asked for the next batch without a step after step 6, while rank "
 SAYS = {
     "break": LEFT, "break from a sum": LEFT, "continue": SKIPPED,
+    "fewer steps": " takes another step of its batch after step 7, while rank 1 trains on",
+    "more steps": "rank 1 takes another step of its batch after step 8, while rank ",
+    "second step": "rank 1 takes another step of its batch after step 7, while rank ",
     "exit": "rank 1 left the loop over the epochs after step 6, while rank ",
     "ways": "after step 6: rank 1 left the loop over its batches, and rank 0 asked for the next batch without a step",
     "leader after the loop": "rank 0 called run.for_evaluation() after the loop, and rank 1 did not: all ranks make the same calls",

@@ -22,6 +22,11 @@ FINAL = (EXIT_USAGE, EXIT_PREEMPTED)
 """Exit codes of a rank after which the ranks do not restart."""
 _OURS = (signal.SIGTERM, signal.SIGKILL)
 """The signals with which the launcher ends the other ranks."""
+_CAUSES: dict[int, str] = {
+    signal.SIGKILL: ", by hand or because the memory was used up",
+    signal.SIGABRT: ", as by gloo if ranks exchange tensors of different sizes: one may have taken another step, or left the loop",
+}
+"""What may have sent a signal."""
 COUNT_FILE = "lockstep-restarts.json"
 """Name of the count's file in the folder of `--restarts-dir`, which may hold other files."""
 
@@ -93,7 +98,7 @@ def how(code: int) -> str:
         name = signal.Signals(-code).name
     except ValueError:
         name = f"signal {-code}"
-    return f"ended by {name}" + (", by hand or because the memory was used up" if -code == signal.SIGKILL else "")
+    return f"ended by {name}{_CAUSES.get(-code, '')}"
 
 
 class Attempts:

@@ -1,8 +1,8 @@
 """Names the ranks that do not meet the others, in one sentence, and ends them all.
 
-A rank may leave the loop alone, or ask for the next batch without a step, while the others wait for its gradient. Such a rank calls
-another collective than the others. Then gloo aborts a process, or adds up unrelated tensors. So the ranks synchronise wherever a script
-may treat them differently (`DesyncDetector`). The messages have a tag that no collective has (`exchange.all_reduce`).
+A rank may leave the loop alone, or ask for the next batch without a step or after fewer steps, while the others wait for its gradient.
+Such a rank calls another collective than the others. Then gloo aborts a process, or adds up unrelated tensors. So the ranks synchronise
+wherever a script may treat them differently (`DesyncDetector`). The messages have a tag that no collective has (`exchange.all_reduce`).
 A rank that waits at a sync point writes into the store which one. A rank that is past this point and is stuck knows that they never meet.
 
 A rank whose collective has failed or timed out reports itself in the store. The ranks that do not report within a few seconds are gone,
@@ -37,7 +37,7 @@ from .closeness import SAME_MODE
 _TAG = 4  # of the messages of a sync point
 _RANKS = 1 << 20  # more than there are
 _ATTEMPTS, _RAISED = itertools.count(), itertools.count()  # a process may have several runs over one store
-_SHAPE = r"(\d{1,18}) (\d{1,18}) (\d{1,9}) ([0-3]) (\d{1,18}) (-?\d{1,9})"
+_SHAPE = r"(\d{1,18}) (\d{1,18}) (\d{1,9}) ([0-4]) (\d{1,18}) (-?\d{1,9})"
 CALLS = (
     "", "run.sum()", "run.gather()", "run.loss()", "run.for_evaluation()", "run.evaluate()", "run.boundary()", "run.part()",
 )  # fmt: skip
@@ -56,6 +56,7 @@ class Place(enum.Enum):
 
     LEFT = "left the loop over its batches"
     SKIPPED = "asked for the next batch without a step"
+    AGAIN = "takes another step of its batch"
     EPOCH_END = "ended the epoch"
     RUN_END = "left the loop over the epochs"
 
@@ -190,7 +191,7 @@ def _parted(behind: int, rank: int, ahead: int, other: int) -> str:
     (one, call), (another, called) = (
         (_PLACES[code // len(CALLS) % len(_PLACES)], CALLS[code % len(CALLS)]) for code in (behind, ahead)
     )
-    if call != called and Place.SKIPPED not in (one, another):
+    if call != called and not {Place.SKIPPED, Place.AGAIN} & {one, another}:
         if not called:
             rank, other, call, called = other, rank, called, call
         does = f"called {call}" if call else "did not"

@@ -26,6 +26,7 @@ from ..data.batches import Part
 from ..models.arithmetic import evaluating
 from ..parallel.exchange import all_gather_trees
 from ..resilience import divergence
+from ..resilience.desync import Place
 from .attempt import Attempt
 from .batch_mean import BatchMean
 from .bytecode import code_of
@@ -145,6 +146,11 @@ class Step:
             self._counted = True
             self.run.state.cursor.step += 1
 
+    def _meet(self) -> None:
+        """Synchronises the ranks before a second step of a batch, since some of them may take none. Collective then."""
+        if self._counted and self._given:
+            self.attempt.desync.sync_point(Place.AGAIN)
+
     def check_used(self, what: str) -> None:
         """Checks, at the end of an epoch or of the run, that a step was made and each gradient was used. Raises `RuntimeError`.
 
@@ -170,6 +176,7 @@ class Step:
     def take(self, compute: Compute, inputs: StepInput) -> None:
         """Takes one step, whose loss is `compute(*inputs.batch)`. Raises as `backward` and `update` do. Collective."""
         self._check_pending("step before")
+        self._meet()
         inputs = dataclasses.replace(inputs, compute=compute).of_part(self.part)
         inputs = inputs.in_micro_batches(self.run.config.micro_batch_size, self.replica.sync)
         self._check_use(inputs.part, inputs.samples)
@@ -460,6 +467,7 @@ class Step:
         self._batch_mean.look_at_loss(loss, inputs, self._accumulating)
         self.attempt.unsaved.is_uneven |= part is not None and part.samples * self.run.world.size != part.total
         if not self.pending:  # an error may have ended the step before
+            self._meet()
             self._forget()
             self._total = None
         self.attempt.stage = 2
