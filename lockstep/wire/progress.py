@@ -204,24 +204,25 @@ def variables_of(pid: int) -> dict[str, str]:
     except OSError:
         return {}
     try:
-        status, environ = Path(f"/proc/self/fd/{folder}/status").read_bytes(), b""
+        status, variables = (Path(f"/proc/self/fd/{folder}/{name}") for name in ("status", "environ"))
+        users = next((line.split()[1:] for line in status.read_bytes().split(b"\n") if line.startswith(b"Uid:")), [])
         deadline = time.monotonic() + EXEC_SECONDS
         # Within execve(2) a process has a new memory and no environment in it yet.
-        while not environ and _has_variables(stat_of(f"self/fd/{folder}")) and time.monotonic() < deadline:
-            environ = Path(f"/proc/self/fd/{folder}/environ").read_bytes()
+        while not (environ := variables.read_bytes()) and _has_variables(folder) and time.monotonic() < deadline:
+            time.sleep(0.001)
     except OSError:
         return {}
     finally:
         os.close(folder)
-    users = next((line.split()[1:] for line in status.split(b"\n") if line.startswith(b"Uid:")), [])
     if set(users) != {str(os.geteuid()).encode()}:  # real, effective, saved, of the file system
         return {}
     return dict(os.fsdecode(entry).split("=", 1) for entry in environ.split(b"\0") if b"=" in entry)
 
 
-def _has_variables(fields: list[str]) -> bool:
-    """Returns whether a process with these fields of `stat_of` has an environment, or will have one when its program begins."""
-    return bool(fields) and fields[20] != "0" and not fields[47] == fields[48] != "0"  # vsize, env_start, env_end
+def _has_variables(folder: int) -> bool:
+    """Returns whether the process of this folder of /proc has an environment, or will have one when its program begins."""
+    fields = stat_of(f"self/fd/{folder}")
+    return len(fields) > 48 and fields[20] != "0" and not fields[47] == fields[48] != "0"  # vsize, env_start, env_end
 
 
 def state_of(pid: int) -> str:

@@ -9,8 +9,6 @@ they run ahead, or where a resumed run began.
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import functools
 import multiprocessing
 import os
@@ -23,7 +21,9 @@ from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
 from typing import Any
 
+import numpy as np
 import torch
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep.wire.signals import FORWARDED, signals_held_back
@@ -402,9 +402,7 @@ def _end_with_the_rank(rank: int) -> None:
 
 def _probed(collate: Callable[[list[Any]], Any], samples: list[Any]) -> tuple[Any, bool]:
     """Returns (the batch of a `collate_fn`, whether the first sample by itself becomes an entry that this batch does not have)."""
-    first: list[Any] = []
-    with contextlib.suppress(Exception):  # a sample that cannot be copied
-        first = [copy.deepcopy(samples[0])] if len(samples) > 1 else []  # before `collate` changes it
+    first = [tree_map(_copied, samples[0])] if len(samples) > 1 else []  # before `collate` changes it
     batch = collate(samples)
     try:
         pairs = zip(pytree.leaves(batch), pytree.leaves(collate(first))) if first else ()
@@ -416,11 +414,16 @@ def _probed(collate: Callable[[list[Any]], Any], samples: list[Any]) -> tuple[An
         return batch, False
 
 
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+
+
 def _is_among(entry: torch.Tensor, rows: torch.Tensor) -> bool:
-    """Returns whether a tensor with one row is equal to a row of another one, NaN included."""
+    """Returns whether a tensor with one row is equal to a row of another one, NaN included. The first row is the likely one."""
     if entry.shape[1:] != rows.shape[1:]:
         return False
-    return bool(((rows == entry) | (entry != entry)).reshape(len(rows), -1).all(1).any())
+    equal = (((some == entry) | (entry != entry)).reshape(len(some), -1).all(1) for some in (rows[:1], rows))
+    return any(bool(one.any()) for one in equal)
 
 
 class Seeded(Dataset[Any]):

@@ -161,9 +161,13 @@ class BatchMean:
         if self._losses > 1:
             return
         if self._run.world.size > 1:
+            kind = "mean" if inputs.divisor is None else "sum"
+            mend = (
+                ". To have it checked, pass its function: run.step(function, *batch)" * self._replica.sync.is_replicated
+            )
             self._run.console.line(
-                "A loss that is computed outside a function is not checked: it must be the mean over this rank's samples, or N ranks "
-                "minimise another loss than 1 rank. To have it checked, pass its function: run.step(function, *batch)"
+                f"A loss that is computed outside a function is not checked: it must be the {kind} over this rank's samples, or N ranks "
+                f"minimise another loss than 1 rank{mend}"
             )
         self._warn_of_own_divisor(inputs)
         if inputs.divisor is None and inputs.samples > 1 and _kind(loss.grad_fn, inputs.samples) == "sum":

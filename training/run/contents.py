@@ -46,6 +46,8 @@ MOST, LEVELS, DEPTH, ITEMS = 5000, 8, 4, 100
 at each end of a list or dictionary."""
 SEQUENCES = (list, tuple, deque)
 _LEAVES = (*PLAIN, float, torch.Tensor)
+VALUES = (*_LEAVES, np.ndarray, dict, set, frozenset, *SEQUENCES)
+"""Types whose objects are compared by their values, whatever their names are."""
 _SET_BY_TORCH = ("_zero_grad_profile_name", "_opt_called", "_step_count")
 _OF_OPTIMIZER = {*torch.optim.Optimizer.__init__.__code__.co_names, *_SET_BY_TORCH, "step", "add_param_group", "sync"}
 """Attributes of optimizers that belong to torch or Lockstep: names in the constructor, as a first optimizer imports torch's compiler."""
@@ -141,7 +143,7 @@ def _below(
             continue
         if id(value) in seen or kind.__module__.startswith("lockstep."):
             if is_own and id(value) in seen:  # several variables may have one function, list or object
-                is_value = issubclass(kind, (dict, set, frozenset, np.ndarray, *SEQUENCES))
+                is_value = issubclass(kind, VALUES)
                 about = kind_of(value)
                 if about is not None or (is_value and id(value) not in restored):
                     yield one

@@ -39,10 +39,10 @@ SCORES = ("accuracy", "loss")
 _VARIABLE = "the variable "
 _MENDS = {
     "the model's attribute": "make it a buffer (register_buffer), or create it from a fixed seed",
-    _VARIABLE: "create it inside `with Session(…)`, which seeds all ranks and starts alike, or set a seed before. What comes from weights "
-    "that only the first start loads, load in each start, or keep it with run.keep()",
+    _VARIABLE: "create it inside `with Session(…)`, which seeds all ranks and starts alike, or set a seed before",
 }
 """Kind of a constant tensor → remedy."""
+_LOADED = ". Weights that only the first start loads: load them in each start, or keep their module (run.keep)"
 _GENERATOR, _BEFORE = "torch's generator", "torch's generator before the loop"
 NAMES = 50
 """Names in one warning, at most."""
@@ -212,7 +212,7 @@ class Unsaved:
         of_model = ((plain_name(model, name), value) for name, value in tables_of(model) if id(value) in ids)
         mine = {f"the model's attribute {name}": text_of(value) or "" for name, value in of_model}
         of_script = {f"{_VARIABLE}{name}": text for name, text in tables(run.state).items()}
-        # Not what the session has made or changed: a rank's share of the data, or what a broadcast has made equal.
+        # Without variables that have changed since the session opened, for example by a broadcast.
         mine |= {name: text for name, text in of_script.items() if run.tables.get(name.removeprefix(_VARIABLE)) == text}
         every = [mine] if is_same_on_all_ranks(mine, run.world) else all_gather_trees(mine, run.world)
         apart = {
@@ -220,7 +220,9 @@ class Unsaved:
             for name, ranks in differing_ranks(every).items()  # a rank may hold its own share of a list of indices
             if not name.startswith(_VARIABLE) or (all(name in its for its in every) and not mine[name].startswith(LIST))
         }
-        before, now = run.user_state.tables, of_script | mine
+        # Of what the session has made only modules: tensors may be scratch, a rank's share, or what threads round in other ways.
+        modules = {name: text for name, text in of_script.items() if text.startswith(":")}
+        before, now = run.user_state.tables, mine | modules
         run.user_state.tables = now
         # Variables that the last start had changed at its save are compared with their values there (`resumes`).
         others = {*apart, *(f"{_VARIABLE}{name}" for name in run.user_state.variables)}
@@ -234,6 +236,7 @@ class Unsaved:
             if of_starts := [name for name in changed if name.startswith(kind)]:
                 run.warn(
                     f"the start before had other values of {first_of(of_starts)}, and no checkpoint has them: {mend}"
+                    f"{_LOADED if kind == _VARIABLE else ''}"
                 )
 
 

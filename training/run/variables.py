@@ -46,7 +46,7 @@ from .bytecode import (
     spaces,
     stored,
 )
-from .contents import DEPTH, ITEMS, SEQUENCES, Reached, Same, built, in_models, reached
+from .contents import DEPTH, ITEMS, SEQUENCES, VALUES, Reached, Same, built, in_models, reached
 from .proof import has_bytes
 from .undo import codes_of, is_of_script, root_of
 
@@ -225,11 +225,10 @@ class Variables:
         shared = {value.of for _, value, *_ in things if type(value) is Same}
         objects: dict[str, set[int]] = {}
         for name, value, is_own, _ in things:
-            identity = value.of if type(value) is Same else id(value)
-            if is_own and identity in shared:
-                objects.setdefault(name, set()).add(identity)
+            if is_own and not issubclass(type(value), VALUES):
+                objects.setdefault(name, set()).add(value.of if type(value) is Same else id(value))
         unclear = {identity for identities in objects.values() if len(identities) > 1 for identity in identities}
-        of = {name: min(objects[name]) for name in self._names if name in objects and not objects[name] & unclear}
+        of = {name: min(objects[name]) for name in self._names if objects.get(name, unclear) & shared - unclear}
         first = {identity: name for name, identity in reversed(of.items())}
         same = {name: Same(identity, first[identity]) for name, identity in of.items() if first[identity] != name}
         return {f"{name}{_OBJECT}": (one, one.name) for name, one in same.items()}

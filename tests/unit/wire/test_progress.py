@@ -5,6 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
+from lockstep.wire import progress
 from lockstep.wire.progress import variables_of
 
 AGAIN = "import os, sys; os.execv(sys.executable, [sys.executable, '-I', '-S', '-c', os.environ['AGAIN']])"
@@ -21,7 +24,9 @@ def test_a_process_that_is_beginning_its_program_has_its_environment() -> None:
     assert variables_of(process.pid) == {}
 
 
-def test_a_process_without_an_environment_has_none() -> None:
+def test_a_process_without_an_environment_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing waits for one."""
+    monkeypatch.setattr(progress, "EXEC_SECONDS", 3600)
     process = subprocess.Popen(["/bin/sleep", "60"], env={})
     try:
         assert variables_of(process.pid) == {}
