@@ -225,6 +225,9 @@ HABITS = """
 run_dir, how, net = sys.argv[1:]
 generator = np.random.default_rng(0)
 torch.sparse.check_sparse_tensor_invariants.disable()  # torch warns where nothing is chosen
+class Rows(TensorDataset):
+    def __getitem__(self, at):
+        return self.tensors[0][at].clone()  # as a worker sends a view, torch may undo what `collate` does in place meanwhile
 def collate(samples):
     batch = torch.stack(samples)
     if how == "collate: in place":
@@ -250,7 +253,7 @@ with Session(run_dir, sync="exact", config={}) as run:
         if how == "nan":
             data[13] = float("nan")
         size, workers = 24 if how == "one batch" else 12, how.startswith("collate")
-        given = run.batches(data, size, collate=collate, workers=workers, shuffle=how != "nan")
+        given = run.batches(Rows(data), size, collate=collate, workers=workers, shuffle=how != "nan")
         for x in run.iterate(data.split(8)) if how == "loader" else given:
             draws.get(how, int)()
             x = torch.stack(x) if isinstance(x, list) else x.to_dense()
