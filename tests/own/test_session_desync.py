@@ -53,7 +53,7 @@ LEFT = "rank 1 left the loop over its batches after step 6, while rank "
 SKIPPED = "rank 1 asked for the next batch without a step after step 6, while rank "
 SAYS = {
     "break": LEFT, "break from a sum": LEFT, "continue": SKIPPED,
-    "fewer steps": " takes another step of its batch after step 7, while rank 1 trains on",
+    "fewer steps": "rank 1 asked for the next batch after step 7, while rank ",
     "more steps": "rank 1 takes another step of its batch after step 8, while rank ",
     "second step": "rank 1 takes another step of its batch after step 7, while rank ",
     "exit": "rank 1 left the loop over the epochs after step 6, while rank ",

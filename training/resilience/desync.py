@@ -37,7 +37,7 @@ from .closeness import SAME_MODE
 _TAG = 4  # of the messages of a sync point
 _RANKS = 1 << 20  # more than there are
 _ATTEMPTS, _RAISED = itertools.count(), itertools.count()  # a process may have several runs over one store
-_SHAPE = r"(\d{1,18}) (\d{1,18}) (\d{1,9}) ([0-4]) (\d{1,18}) (-?\d{1,9})"
+_SHAPE = r"(\d{1,18}) (\d{1,18}) (\d{1,9}) ([0-5]) (\d{1,18}) (-?\d{1,9})"
 CALLS = (
     "", "run.sum()", "run.gather()", "run.loss()", "run.for_evaluation()", "run.evaluate()", "run.boundary()", "run.part()",
 )  # fmt: skip
@@ -57,6 +57,7 @@ class Place(enum.Enum):
     LEFT = "left the loop over its batches"
     SKIPPED = "asked for the next batch without a step"
     AGAIN = "takes another step of its batch"
+    NEXT = "asked for the next batch"
     EPOCH_END = "ended the epoch"
     RUN_END = "left the loop over the epochs"
 
@@ -104,6 +105,8 @@ class DesyncDetector:
         """Sync points that this rank has passed, and its collectives between them. A rank that is admitted continues with these counts."""
         self._moves: Callable[[], int] = lambda: moves() + 4 * self.collectives
         self._waiting: _Waiting | None = None
+        self.steps_a_batch = 1
+        """Steps of the last batch of which there were any."""
         self.outside = False
         """Whether the script has left the loop over its batches. A loop that begins clears it."""
         self._over, self._ending = threading.Event(), threading.Lock()
@@ -133,6 +136,21 @@ class DesyncDetector:
             self.sync_point(Place.LEFT, call)
         else:
             self.collectives += 1
+
+    def begin_step(self, made: int) -> None:
+        """Synchronises the ranks before a step of a batch that goes beyond those of the batch before. Collective then.
+
+        Args:
+            made: this rank's steps of the batch so far.
+        """
+        if made >= self.steps_a_batch:
+            self.sync_point(Place.AGAIN)
+
+    def end_batch(self, made: int) -> None:
+        """Synchronises the ranks after a batch of fewer steps than the batch before. Collective then."""
+        if made < self.steps_a_batch:
+            self.sync_point(Place.NEXT if made else Place.SKIPPED)
+        self.steps_a_batch = made or self.steps_a_batch
 
     def sync_point(self, place: Place, call: str = "") -> None:
         """Waits for the other ranks. Ends the process with a sentence if they are at another sync point. Collective."""
@@ -191,7 +209,7 @@ def _parted(behind: int, rank: int, ahead: int, other: int) -> str:
     (one, call), (another, called) = (
         (_PLACES[code // len(CALLS) % len(_PLACES)], CALLS[code % len(CALLS)]) for code in (behind, ahead)
     )
-    if call != called and not {Place.SKIPPED, Place.AGAIN} & {one, another}:
+    if call != called and not {Place.SKIPPED, Place.AGAIN, Place.NEXT} & {one, another}:
         if not called:
             rank, other, call, called = other, rank, called, call
         does = f"called {call}" if call else "did not"

@@ -232,6 +232,7 @@ class Attempt:
         return [
             (self, "_polls"), (self, "_save_agreed"), (self, "nonfinite_steps"), (self, "known"), (self.saver, "last_step"),
             (self.unsaved, "looks"), (self.modes, "last"), (self.desync, "met"), (self.desync, "collectives"),
+            (self.desync, "steps_a_batch"),
         ]  # fmt: skip
 
     def be_at(self, places: list[Any]) -> None:

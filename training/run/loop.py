@@ -326,18 +326,17 @@ class Loop:
                 step.begin_batch(part)
                 if part is not None and not run.state.cursor.step and not self._is_recipe:
                     self.attempt.unsaved.note_first(item)
-                before, item = run.user_state.steps, to_device(item, run.world.device)
+                item = to_device(item, run.world.device)
                 self.attempt.unsaved.given = item
                 step.current.begin(item, given)
                 yield item
                 clock.between()
                 step.end_batch()
                 self.attempt.unsaved.compare_kinds()
-                if run.user_state.steps == before:
-                    self._skipped += 1
-                    self.attempt.desync.sync_point(Place.SKIPPED)
+                self._skipped += not step.made
+                self.attempt.desync.end_batch(step.made)
                 if length is not None:  # how many steps the script makes of a batch is known now
-                    steps_an_epoch, length = length * (run.user_state.steps - before), None
+                    steps_an_epoch, length = length * step.made, None
                     if planned := self.steps_planned or (self.epochs_planned or 0) * steps_an_epoch:
                         run.console.planned = planned
                         run.metrics.set("steps_planned", planned)

@@ -26,7 +26,6 @@ from ..data.batches import Part
 from ..models.arithmetic import evaluating
 from ..parallel.exchange import all_gather_trees
 from ..resilience import divergence
-from ..resilience.desync import Place
 from .attempt import Attempt
 from .batch_mean import BatchMean
 from .bytecode import code_of
@@ -79,6 +78,8 @@ class Step:
         nothing has compared them. `Loop` sets it."""
         self._given = 0
         """Batches of this attempt: `begin_batch` counts."""
+        self._steps_before = 0
+        """Steps of the run before the batch under way."""
         self._micro_batches = False
         """Whether `backward` sends nothing: `accumulate` sets it around each micro-batch but the last."""
         self._total: int | None = None
@@ -119,6 +120,7 @@ class Step:
         if self.looks and not self._as_function:
             self._before = kept_buffers(self.replica.model)
         self._given += 1
+        self._steps_before = self.run.user_state.steps
         self.attempt.buffers.begin()
         self._counted, self.attempt.stage = False, 0
         if self.logical_workers is not None:
@@ -146,10 +148,15 @@ class Step:
             self._counted = True
             self.run.state.cursor.step += 1
 
+    @property
+    def made(self) -> int:
+        """Steps of the batch under way."""
+        return self.run.user_state.steps - self._steps_before
+
     def _meet(self) -> None:
-        """Synchronises the ranks before a second step of a batch, since some of them may take none. Collective then."""
-        if self._counted and self._given:
-            self.attempt.desync.sync_point(Place.AGAIN)
+        """Lets the ranks part with a sentence if they take other numbers of steps of a batch. Collective, perhaps."""
+        if self._given:
+            self.attempt.desync.begin_step(self.made)
 
     def check_used(self, what: str) -> None:
         """Checks, at the end of an epoch or of the run, that a step was made and each gradient was used. Raises `RuntimeError`.
