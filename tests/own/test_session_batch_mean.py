@@ -233,8 +233,8 @@ DIVIDED = "mean", "divided", "scaled", "penalty", "features", "total", "shares",
 def test_a_loss_that_ranks_would_divide_otherwise_is_named(tmp_path: Path) -> None:
     """Two ranks would step by half of a sum's gradient, by twice of what is divided by a rank's own samples, by a quarter of what
     `accumulate` weighs already, and by other samples where the loss takes the largest ones from its second epoch on. A sum that is divided,
-    a penalty of weights and a sum over features are right, and so is a graph of thousands of operations. That a loss is not checked is said
-    once of each run that hands in no function."""
+    a penalty of weights and a sum over features are right, and so is a graph of thousands of operations. A run that hands in no
+    function prints once that its loss is not checked."""
     sums = dict.fromkeys(("reduction", "by hand", "two terms"), "the loss is a sum over the samples of this rank")
     others = {
         "own": "the divisor is 8, as many as this rank's samples, and the batch has 16",

@@ -12,7 +12,7 @@ from tests import product
 from tests.imports import SHARED, all_modules, graph, imported, imports_of, modules
 from tests.processes import ROOT
 
-BUDGET = {"training": 13404, "jobs": 5552, "tools": 668, "torture": 561, "wire": 853}
+BUDGET = {"training": 13403, "jobs": 5552, "tools": 668, "torture": 561, "wire": 853}
 """Lines of code of each package, at most. A change lowers a number, or says in its commit why it raises one."""
 ENTRANCE = 10
 """Modules that lie in `training/` itself."""

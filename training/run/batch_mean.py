@@ -162,9 +162,8 @@ class BatchMean:
             return
         if self._run.world.size > 1:
             kind = "mean" if inputs.divisor is None else "sum"
-            mend = (
-                ". To have it checked, pass its function: run.step(function, *batch)" * self._replica.sync.is_replicated
-            )
+            checks = self._replica.sync.is_replicated
+            mend = ". To have it checked, pass its function: run.step(function, *batch)" if checks else ""
             self._run.console.line(
                 f"A loss that is computed outside a function is not checked: it must be the {kind} over this rank's samples, or N ranks "
                 f"minimise another loss than 1 rank{mend}"
